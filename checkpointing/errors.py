@@ -1,0 +1,83 @@
+"""Every error a user can meet, with the exit code `harness` ends with.
+
+    HarnessError                     1   a bug of ours: please report it
+    |- ConfigError                  10   unknown key, wrong type, missing model or data path
+    |- RunMismatch                  11   the run directory belongs to another config, dataset or tokenizer
+    |- CheckpointError              12   a checkpoint cannot be used
+    |  |- FormatError                    foreign or newer format version, tampered manifest, path that climbs out
+    |  |- CorruptBlob                    a blob does not match its name
+    |  |- MissingEntry                   a State entry is absent; nothing "starts from the beginning"
+    |  `- TopologyMismatch               saved by another world size
+    |- StoreError                   13   storage refused: no space, read-only, permission
+    |- DivergenceError              14   a re-reached step differs from what was committed
+    |- StepsMissing                 15   planned N steps, ran M
+    |- Fenced                       16   a newer attempt of this run exists
+    |- WorkerLost                   17   a rank, engine or node died: the supervisor starts the next attempt
+    `- AttemptsExhausted            18   the restart budget is spent
+
+0 is success. `harness verify` adds 20 (runs differ) and 21 (can't tell).
+"""
+
+from typing import ClassVar
+
+
+class HarnessError(Exception):
+    """Base of all errors; `exit_code` is what the process ends with."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(HarnessError):
+    exit_code = 10
+
+
+class RunMismatch(HarnessError):
+    exit_code = 11
+
+
+class CheckpointError(HarnessError):
+    exit_code = 12
+
+
+class FormatError(CheckpointError):
+    pass
+
+
+class CorruptBlob(CheckpointError):
+    pass
+
+
+class MissingEntry(CheckpointError):
+    pass
+
+
+class TopologyMismatch(CheckpointError):
+    pass
+
+
+class StoreError(HarnessError):
+    exit_code = 13
+
+
+class DivergenceError(HarnessError):
+    exit_code = 14
+
+
+class StepsMissing(HarnessError):
+    exit_code = 15
+
+
+class Fenced(HarnessError):
+    exit_code = 16
+
+
+class WorkerLost(HarnessError):
+    exit_code = 17
+
+
+class AttemptsExhausted(HarnessError):
+    exit_code = 18
+
+
+VERIFY_DIFFERENT = 20
+VERIFY_CANNOT_TELL = 21
