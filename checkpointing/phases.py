@@ -2,14 +2,7 @@
 
 Code that reaches a named place calls `reached("save.before_commit", step=7)`. Nothing happens unless the environment
 variable `HARNESS_PHASE_LISTENER` names a callable as `module:function`; drills set it, production leaves it unset.
-Names in use, in the order of a step:
-
-    generate.begin  generate.request (one finished request)  reward.begin  forward.begin
-    train.forward_backward (rank)  train.optimizer (rank)  step.trained
-    save.begin  save.capture (rank)  save.shard_written (rank)  save.before_manifest  save.before_commit  save.committed
-    store.put_written  store.put_renamed  store.create_written  store.create_linked   (crash points inside the store)
-    weight_sync.begin  weight_sync.end
-    restore.begin  restore.rank (rank)  restore.end  evaluate.begin
+The sets below hold every name in use, in the order of a step.
 """
 
 import importlib
@@ -17,6 +10,41 @@ import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+DRIVER_PHASES = frozenset(
+    {
+        "driver.started",  # role="driver", attempt: said first, so that a listener knows which process this is
+        "restore.begin",
+        "restore.end",
+        "evaluate.begin",
+        "generate.begin",
+        "generate.request",  # one request has been answered
+        "reward.begin",
+        "forward.begin",
+        "step.trained",
+        "save.begin",
+        "save.before_manifest",
+        "save.before_commit",
+        "save.committed",
+        "weight_sync.begin",
+        "weight_sync.end",
+    }
+)
+RANK_PHASES = frozenset(
+    {
+        "worker.started",  # role, rank, pid: said first; for a process that can't say it (an engine) by another one
+        "restore.rank",
+        "train.forward_backward",
+        "train.optimizer",
+        "save.capture",
+        "save.shard_written",
+    }
+)
+STORE_PHASES = frozenset(
+    # Crash points inside the store, reached by the driver and by ranks.
+    {"store.put_written", "store.put_renamed", "store.create_written", "store.create_linked"}
+)
+PHASES = DRIVER_PHASES | RANK_PHASES | STORE_PHASES
 
 Listener = Callable[[str, dict[str, Any]], None]
 
