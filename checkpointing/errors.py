@@ -4,11 +4,13 @@
     |- ConfigError                  10   unknown key, wrong type, missing model or data path
     |- RunMismatch                  11   the run directory belongs to another config, dataset or tokenizer
     |- CheckpointError              12   a checkpoint cannot be used
-    |  |- FormatError                    foreign or newer format version, tampered manifest, path that climbs out
-    |  |- CorruptBlob                    a blob does not match its name
+    |  |- FormatError                    foreign or newer format version, tampered record, path that climbs out
+    |  |- CorruptBlob                    a blob or record is missing or does not match its digest
     |  |- MissingEntry                   a State entry is absent; nothing "starts from the beginning"
     |  `- TopologyMismatch               saved by another world size
     |- StoreError                   13   storage refused: no space, read-only, permission
+    |  |- KeyMissing                     nothing is stored under that key
+    |  `- AlreadyExists                  that key may be created only once, and it has been
     |- DivergenceError              14   a re-reached step differs from what was committed
     |- StepsMissing                 15   planned N steps, ran M
     |- Fenced                       16   a newer attempt of this run exists
@@ -57,6 +59,14 @@ class TopologyMismatch(CheckpointError):
 
 class StoreError(HarnessError):
     exit_code = 13
+
+
+class KeyMissing(StoreError):
+    pass
+
+
+class AlreadyExists(StoreError):
+    pass
 
 
 class DivergenceError(HarnessError):
