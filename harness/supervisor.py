@@ -1,0 +1,138 @@
+"""Start an attempt, watch it end, clean up after it, start the next one from the newest commit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from chaos.plan import FaultPlan
+from chaos.witness import witness_fired
+from checkpointing.commit import newest_attempt
+from checkpointing.errors import AttemptsExhausted, ConfigError, HarnessError, WorkerLost
+from checkpointing.events import AttemptEnded, FaultWitnessed
+from checkpointing.journal import Journal, read_journal
+from checkpointing.store import open_store
+from harness.config import RunConfig
+from harness.engines import EnginePool
+from harness.processes import TAG, die_with_parent, reap, run_tag
+from trainer.determinism import environment
+
+Watch = Callable[[], None]
+"""Called about twice a second while an attempt runs."""
+
+
+def _start_driver(config: RunConfig, engine_urls: list[str], attempt: int, faults: Path | None) -> subprocess.Popen[bytes]:
+    env = os.environ | environment(config.device) | {TAG: run_tag(config.run_dir), "HARNESS_ATTEMPT": str(attempt)}
+    if faults is not None:
+        env |= {"HARNESS_PHASE_LISTENER": "chaos.agent:listen", "HARNESS_FAULT_PLAN": str(faults.resolve())}
+        env["HARNESS_FAULTS_PLANNED"] = str(len(FaultPlan.load(faults).faults))
+    logs = config.run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with (logs / f"attempt-{attempt:06d}.log").open("ab") as sink:
+        return subprocess.Popen(
+            [sys.executable, "-m", "harness.driver", config.model_dump_json(), json.dumps(engine_urls)],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+
+def _wait(driver: subprocess.Popen[bytes], engines: EnginePool, watch: Watch) -> str | None:
+    """Until the driver ends, or an engine does and the driver is ended with it. Returns what was lost, None if nothing.
+
+    Raises:
+        ConfigError: an engine ended before it ever served; starting it again would not change that.
+    """
+    while driver.poll() is None:
+        watch()
+        engine = engines.lost()
+        if engine is not None:
+            driver.kill()
+            driver.wait()
+            if not engine.served:
+                raise ConfigError(f"an engine ended with {engine.process.returncode} while starting, see {engine.log}")
+            return f"engine ended with {engine.process.returncode}, see {engine.log}"
+        time.sleep(0.5)
+    watch()
+    return None
+
+
+def _last_words(log: Path) -> str:
+    """The error line that `harness.driver` ends with, for the journal."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error:")]
+    return (errors or lines or ["no output"])[-1][:500]
+
+
+def _journal_end(config: RunConfig, attempt: int, code: int, lost: str | None, journal: Journal) -> str:
+    """Record how the attempt ended and which planned faults were seen to have happened; returns the reason."""
+    if code < 0:
+        reason = lost or f"killed by {signal.Signals(-code).name}"
+        ended = AttemptEnded(exit_code=None, signal=-code, reason=reason)
+    else:
+        reason = "complete" if code == 0 else _last_words(config.run_dir / "logs" / f"attempt-{attempt:06d}.log")
+        ended = AttemptEnded(exit_code=code, signal=None, reason=reason)
+    journal.append(ended)
+    return reason
+
+
+def _witness(config: RunConfig, faults: Path, journal: Journal) -> None:
+    seen = {r.event.index for r in read_journal(config.run_dir) if isinstance(r.event, FaultWitnessed)}
+    for event in witness_fired(faults.parent, seen):
+        journal.append(event)
+
+
+def supervise(config: RunConfig, engines: EnginePool, faults: Path | None = None, watch: Watch = lambda: None) -> None:
+    """Run attempts until the run is complete.
+
+    A driver that was killed, or that ended because a rank or engine died, is followed by the next attempt. Every other
+    error is the user's to see at once: trying again would not change it.
+
+    Args:
+        config: the run.
+        engines: kept warm over all attempts.
+        faults: a fault plan (chaos/plan.py) to inject, or None.
+        watch: called while an attempt runs, to show progress.
+
+    Raises:
+        HarnessError: the attempt's own error, or `AttemptsExhausted`.
+    """
+    tag = run_tag(config.run_dir)
+    store = open_store(f"file://{config.run_dir.resolve() / 'store'}")
+    reap(tag)
+    for _ in range(config.max_attempts):
+        engines.start_missing()
+        attempt = newest_attempt(store) + 1
+        driver = _start_driver(config, engines.urls, attempt, faults)
+        try:
+            lost = _wait(driver, engines, watch)
+        finally:
+            driver.kill()
+            code = driver.wait()
+            reap(tag)
+        started = newest_attempt(store) >= attempt
+        if not started and code >= 0:
+            raise _as_error(code, _last_words(config.run_dir / "logs" / f"attempt-{attempt:06d}.log"))
+        with closing(Journal(config.run_dir, "supervisor", attempt)) as journal:
+            reason = _journal_end(config, attempt, code, lost, journal)
+            if faults is not None:
+                _witness(config, faults, journal)
+        if code == 0:
+            return
+        if code > 0 and code != WorkerLost.exit_code:
+            raise _as_error(code, reason)
+    raise AttemptsExhausted(f"{config.max_attempts} attempts did not complete the run; the last: {reason}")
+
+
+def _as_error(code: int, reason: str) -> HarnessError:
+    """The error class with this exit code, carrying the attempt's own words."""
+    found = [c for c in (HarnessError, *HarnessError.__subclasses__()) if c.exit_code == code] or [HarnessError]
+    return found[0](reason.removeprefix("error: "))

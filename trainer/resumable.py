@@ -1,0 +1,109 @@
+"""SkyRL's trainer with its checkpointing replaced and its loop untouched.
+
+SkyRL's own `train()` runs; the methods it calls on the way are where this class listens, saves and restores.
+"""
+
+import time
+from typing import Any
+
+from skyrl.train.trainer import RayPPOTrainer
+
+from checkpointing.errors import StepsMissing
+from checkpointing.phases import reached
+from trainer.checkpoint import restore, save
+from trainer.data import EpochLoader, planned_steps
+from trainer.engine import wait_until_healthy
+from trainer.run import Run
+from trainer.steps import StepJournal, digest_rollouts
+from trainer.workers import CriticWorker, PolicyWorker, RefWorker
+
+
+class ResumableTrainer(RayPPOTrainer):
+    """A `RayPPOTrainer` whose whole State is committed and restored exactly. `run` is set before `train()`."""
+
+    run: Run
+
+    def begin(self, run: Run) -> None:
+        """Tell the trainer which attempt it is, before models are built."""
+        self.run = run
+        self.step_journal = StepJournal(run)
+        self.add_callback(self.step_journal)
+        self.rollout_digests: dict[str, str] = {}
+
+    def _build_train_dataloader_and_compute_training_steps(self) -> None:
+        trainer = self.cfg.trainer
+        self.train_dataloader = EpochLoader(
+            self.train_dataset, trainer.train_batch_size, trainer.epochs, trainer.seed, self.cfg.data.dataloader.num_workers
+        )
+        self.total_training_steps = planned_steps(self.cfg, len(self.train_dataset))
+
+    def build_models(self, *_stock_workers: Any) -> None:
+        super().build_models(PolicyWorker, CriticWorker, RefWorker)
+        sync = self.dispatch.save_weights_for_sampler
+
+        async def announced_sync(*args: Any, **kwargs: Any) -> None:
+            reached("weight_sync.begin", step=self.global_step)
+            await sync(*args, **kwargs)
+            reached("weight_sync.end", step=self.global_step)
+
+        self.dispatch.save_weights_for_sampler = announced_sync
+
+    def init_weight_sync_state(self) -> None:
+        """The first contact with the engines, which have been loading while the models were built."""
+        wait_until_healthy(self.inference_engine_client.server_urls)
+        super().init_weight_sync_state()
+
+    async def generate(self, input_batch: Any) -> Any:
+        reached("generate.begin", step=self.global_step)
+        return await super().generate(input_batch)
+
+    def postprocess_generator_output(self, generator_output: Any, uids: list[str], *args: Any, **kwargs: Any) -> Any:
+        reached("reward.begin", step=self.global_step)
+        return super().postprocess_generator_output(generator_output, uids, *args, **kwargs)
+
+    def convert_to_training_input(self, generator_output: Any, uids: list[str]) -> Any:
+        self.rollout_digests = digest_rollouts(generator_output, uids)
+        return super().convert_to_training_input(generator_output, uids)
+
+    def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
+        reached("forward.begin", step=self.global_step)
+        return super().fwd_logprobs_values_reward(training_input)
+
+    def _is_epoch_end(self) -> bool:
+        return bool(self.global_step % len(self.train_dataloader) == 0)
+
+    def save_is_due(self) -> bool:
+        """SkyRL's own rule for the step that has just been trained."""
+        every = self.cfg.trainer.ckpt_interval
+        return every > 0 and (self._is_epoch_end() or self.global_step % every == 0)
+
+    def save_checkpoints(self) -> str:
+        """Called by SkyRL after the optimizer and before the weight sync. Returns the commit's key."""
+        return save(self, self.run).key
+
+    def load_checkpoints(self) -> tuple[int, str | None]:
+        """Called by SkyRL before the first weight sync. Returns (steps already done, commit's key)."""
+        if self.run.resumed is None:
+            return 0, None
+        self.step_journal.restore_started = time.monotonic()
+        restore(self, self.run)
+        if self._reference_update_is_due():
+            super().update_ref_with_policy()
+        return self.global_step, self.run.resumed[0].key
+
+    def _reference_update_is_due(self) -> bool:
+        """SkyRL saves an epoch's last step before it moves the reference: the move is then still to be made."""
+        moves = self.cfg.trainer.update_ref_every_epoch and self.ref_model is not None
+        last = self.train_dataloader.epoch >= self.cfg.trainer.epochs - 1
+        return bool(moves and self._is_epoch_end() and not last)
+
+    def require_all_steps(self) -> None:
+        """After `train()` returned.
+
+        Raises:
+            StepsMissing: fewer steps were done than planned although there was data left.
+        """
+        planned = self.total_training_steps
+        filtered = self.cfg.trainer.algorithm.dynamic_sampling.type is not None and self.train_dataloader.exhausted
+        if self.global_step != planned and not filtered:
+            raise StepsMissing(f"planned {planned} steps, ran {self.global_step}; the run is not complete")

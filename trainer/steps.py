@@ -1,0 +1,120 @@
+"""What each step leaves in the journal: digests of rollouts and State, loss and gradient norm as exact floats."""
+
+import json
+import time
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from skyrl.train.utils.callbacks import CallbackInput, TrainingCallback, TrainingControl
+
+from checkpointing.canonical import canonical_json, digest
+from checkpointing.errors import DivergenceError
+from checkpointing.events import MAX_TENSOR_TABLE, Evaluated, StepDone
+from checkpointing.manifest import Entry
+from checkpointing.phases import reached
+from checkpointing.tensors import tensor_digest
+from trainer.checkpoint import digest_state, restore_late
+from trainer.run import Run
+
+
+def _ragged(rows: list[Any], dtype: type) -> str:
+    """Digest of rows of unequal length, bit for bit."""
+    values = np.fromiter(chain.from_iterable(rows), dtype=dtype)
+    return digest(canonical_json([len(row) for row in rows]) + values.tobytes())
+
+
+def digest_rollouts(output: Any, uids: list[str]) -> dict[str, str]:
+    """Digests of what was generated and how it was rewarded. `output` is SkyRL's GeneratorOutput, rewards per token."""
+    logprobs = output.get("rollout_logprobs")
+    return {
+        "prompts": digest(canonical_json(uids) + _ragged(output["prompt_token_ids"], np.int64).encode()),
+        "tokens": _ragged(output["response_ids"], np.int64),
+        "logprobs": _ragged(logprobs, np.float64) if logprobs else digest(b""),
+        "rewards": _ragged(output["rewards"], np.float64),
+    }
+
+
+def _tensor_table(state: dict[str, Entry]) -> dict[str, dict[str, str]]:
+    """{entry: {tensor: digest over all ranks}}, only for entries that have tensors."""
+    table: dict[str, dict[str, str]] = {}
+    for name, entry in state.items():
+        by_tensor: dict[str, list[str]] = {}
+        for shard in entry.shards:
+            for tensor, value in shard.tensor_digests.items():
+                by_tensor.setdefault(tensor, []).append(value)
+        if by_tensor:
+            table[name] = {tensor: digest("".join(values).encode())[:16] for tensor, values in by_tensor.items()}
+    return table
+
+
+def _require_same(before: StepDone, now: StepDone) -> None:
+    """A step that an earlier attempt has already done must come out the same.
+
+    Raises:
+        DivergenceError: names the first part that differs, and its tensor where the journal has it.
+    """
+    for kind in ("data", "scalars", "state"):
+        was, is_ = getattr(before, kind), getattr(now, kind)
+        for name in was:
+            if was[name] != is_.get(name):
+                tensors = before.tensors.get(name, {})
+                odd = [t for t, value in tensors.items() if now.tensors.get(name, {}).get(t) not in (None, value)]
+                where = f"{name} ({odd[0]})" if odd else name
+                raise DivergenceError(
+                    f"step {now.step} was done before and comes out differently: {where} was {was[name]}, "
+                    f"is {is_.get(name)}"
+                )
+
+
+class StepJournal(TrainingCallback):
+    """Journals every step and evaluation, and puts the late State entries back at the first epoch start."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.restore_pending = run.resumed is not None
+        self.step_started = time.monotonic()
+        self.restore_started = time.monotonic()
+
+    def on_epoch_start(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
+        if self.restore_pending:
+            self.restore_pending = False
+            restore_late(trainer, self.run, self.restore_started)
+
+    def on_step_start(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
+        self.step_started = time.monotonic()
+
+    def on_step_end(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
+        """Fires after the optimizer and before the save, so whatever is saved has been journaled."""
+        trained = time.monotonic()
+        state = digest_state(trainer)
+        assert callback_input.batch is not None and callback_input.metrics is not None
+        advantages = callback_input.batch["advantages"]
+        metrics = callback_input.metrics | {k: v for k, v in trainer.all_metrics.items() if k.startswith("reward/")}
+        metrics |= {k: v for k, v in trainer.all_metrics.items() if k.startswith("critic/")}
+        tensors = _tensor_table(state)
+        if not trainer.save_is_due() and len(json.dumps(tensors)) > MAX_TENSOR_TABLE:
+            tensors = {}
+        done = StepDone(
+            step=trainer.global_step,
+            epoch=trainer.train_dataloader.epoch,
+            seconds=trained - self.step_started,
+            digest_seconds=time.monotonic() - trained,
+            state={name: entry.digest for name, entry in state.items()},
+            tensors=tensors,
+            data=trainer.rollout_digests | {"advantages": tensor_digest(advantages)},
+            scalars={name: float(value).hex() for name, value in metrics.items()},
+            zero_advantages=not bool(advantages.any()),
+        )
+        self.run.journal.append(done)
+        if done.step in self.run.steps_before:
+            _require_same(self.run.steps_before[done.step], done)
+        reached("step.trained", step=done.step)
+
+    def on_eval_start(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
+        reached("evaluate.begin", step=trainer.global_step)
+
+    def on_eval_end(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
+        assert callback_input.metrics is not None
+        metrics = {name: float(value) for name, value in callback_input.metrics.items()}
+        self.run.journal.append(Evaluated(step=trainer.global_step, metrics=metrics))
