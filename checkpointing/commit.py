@@ -144,12 +144,17 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, parent: Commit | 
     if not _belongs(record, attempt):
         raise CheckpointError(f"{record.key} can't follow {record.parent} in an attempt from {attempt.resumed_from}")
     reached("save.before_commit", step=manifest.step)
-    newest = max(_attempt_numbers(store), default=0)
+    newest = newest_attempt(store)
     if newest > attempt.attempt or _read(Attempt, store, attempt.key) != attempt:
         raise Fenced(f"attempt {attempt.attempt} is over: attempt {newest} of this run has started; stop this process")
     if not _create(store, record):
         raise CheckpointError(f"{record.key} exists with other content: the same attempt reached this step before")
     return record
+
+
+def newest_attempt(store: Store) -> int:
+    """Number of the newest attempt, 0 before the first."""
+    return max(_attempt_numbers(store), default=0)
 
 
 def ranked_commits(store: Store) -> Iterator[Commit | Rejected]:
@@ -162,6 +167,10 @@ def ranked_commits(store: Store) -> Iterator[Commit | Rejected]:
     """
     positions = _commit_positions(store)
     history = _history(store, _attempt_numbers(store) | {attempt for _, attempt in positions})
+    newest = next((branch.attempt for branch in history.values() if isinstance(branch, _Branch)), None)
+    if newest and newest.resumed_from:
+        # Never deleted on purpose. If it is gone, that is damage and not a run that has no commits yet.
+        positions.add(_parse_commit_key(newest.resumed_from))
     for step, attempt in sorted(positions, reverse=True):
         yield _judge(store, step, attempt, history)
 

@@ -41,10 +41,10 @@ class Journal:
     """
 
     def __init__(self, run_dir: Path, writer: str, attempt: int) -> None:
-        self._path = run_dir / "journal" / f"{writer}-{attempt:06d}.jsonl"
-        if not _FILE_NAME.fullmatch(self._path.name):
-            raise ValueError(f"journal writer {writer!r} of attempt {attempt}: use letters, digits and '_'")
-        self._writer, self._attempt = writer, attempt
+        name = f"{writer}-{attempt:06d}.jsonl"
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"journal writer {writer!r} of attempt {attempt}: use a-z, 0-9 and '_'")
+        self._path, self._writer, self._attempt = run_dir / "journal" / name, writer, attempt
         with explained(f"open {self._path}"):
             make_folder(self._path.parent)
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

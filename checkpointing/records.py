@@ -38,18 +38,18 @@ def decode[R: Record](kind: type[R], data: bytes, name: str) -> R:
     try:
         body = _json_object(data)
         if body.get("format") != FORMAT:
-            raise FormatError(f"{name}: not a {FORMAT} record, its format is {body.get('format')!r}")
+            raise FormatError(f"not a {FORMAT} record, its format is {body.get('format')!r}")
         version = body.get("version")
-        if not isinstance(version, int) or version > FORMAT_VERSION:
+        if type(version) is not int or version > FORMAT_VERSION:  # `isinstance` would let `true` be version 1
             raise FormatError(
-                f"{name}: format version {version}, this program reads up to {FORMAT_VERSION}; use the newer program"
+                f"format version {version}, this program reads up to {FORMAT_VERSION}; use the newer program"
             )
         return kind.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "record"
         raise FormatError(f"{name}: {where}: {first['msg']}") from error
-    except ValueError as error:
+    except (ValueError, FormatError) as error:
         raise FormatError(f"{name}: {error}") from error
 
 

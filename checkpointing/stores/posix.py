@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Buffer, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from checkpointing.disk import explained, fsync_dir, make_folder, write_all
@@ -127,8 +127,9 @@ class PosixStore:
             folder.mkdir(exist_ok=True)
             fsync_dir(folder.parent)
         for temp in folder.glob(f"{TEMP_PREFIX}*"):
-            if temp.stat().st_mtime < time.time() - ABANDONED_AFTER:
-                temp.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # its writer is alive, and has just finished
+                if temp.stat().st_mtime < time.time() - ABANDONED_AFTER:
+                    temp.unlink()
         self._durable.add(folder)
 
 
