@@ -15,7 +15,8 @@
     |- StepsMissing                 15   planned N steps, ran M
     |- Fenced                       16   a newer attempt of this run exists
     |- WorkerLost                   17   a rank, engine or node died: the supervisor starts the next attempt
-    `- AttemptsExhausted            18   the restart budget is spent
+    |- AttemptsExhausted            18   the restart budget is spent
+    `- EngineMismatch               19   an engine does not sample from the weights that are trained
 
 0 is success. `harness verify` adds 20 (runs differ) and 21 (can't tell).
 """
@@ -87,6 +88,10 @@ class WorkerLost(HarnessError):
 
 class AttemptsExhausted(HarnessError):
     exit_code = 18
+
+
+class EngineMismatch(HarnessError):
+    exit_code = 19
 
 
 VERIFY_DIFFERENT = 20

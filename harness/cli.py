@@ -25,7 +25,9 @@ def run(config: ConfigFile) -> None:
 
 
 @app.command()
-def verify(baseline: RunDirectory, subject: RunDirectory, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+def verify(
+    baseline: RunDirectory, subject: RunDirectory, as_json: Annotated[bool, typer.Option("--json")] = False
+) -> None:
     """Are two runs the same, bit for bit? Exit code 0 identical, 20 different, 21 can't tell."""
     from harness.commands import verify_runs
 

@@ -23,13 +23,15 @@ def prepare(config: RunConfig, console: Console) -> None:
             build_task(Path("build/maze"), config.maze)
 
 
-def run_to_end(config: RunConfig, console: Console, label: str, engines: EnginePool, faults: Path | None = None) -> None:
+def run_to_end(
+    config: RunConfig, console: Console, label: str, engines: EnginePool, faults: Path | None = None
+) -> None:
     with RunProgress(config.run_dir, console, label) as progress:
         supervise(config, engines, faults, progress.update)
 
 
 def run_config(path: Path, console: Console) -> None:
-    config = load_config(path)
+    config = load_config(path, RunConfig)
     prepare(config, console)
     if any(isinstance(record.event, RunFinished) for record in read_journal(config.run_dir)):
         console.print(f"{config.run_dir}: already complete")
@@ -83,7 +85,7 @@ SUCCESS = "eval/all/environment/success"
 
 def train_and_compare(path: Path, console: Console) -> int:
     """Run `path`, then report success on the held-out mazes before and after. Returns 0 if the intervals do not overlap."""
-    config = load_config(path)
+    config = load_config(path, RunConfig)
     if config.maze is None:
         raise ConfigError(f"{path}: `harness train` needs a `maze:` section")
     run_config(path, console)
@@ -95,7 +97,9 @@ def train_and_compare(path: Path, console: Console) -> int:
         share = event.metrics[SUCCESS]
         low, high = wilson(share * trials, trials)
         rows.append((low, high))
-        console.print(f"{name:>16}: {share:6.1%} of {trials} held-out mazes solved, 95% interval {low:.1%} to {high:.1%}")
+        console.print(
+            f"{name:>16}: {share:6.1%} of {trials} held-out mazes solved, 95% interval {low:.1%} to {high:.1%}"
+        )
     improved = rows[1][0] > rows[0][1]
     console.print("the intervals do not overlap: training improved the model" if improved else "not shown to be better")
     return 0 if improved else HarnessError.exit_code

@@ -70,7 +70,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def load_config[C: RunConfig](path: Path, kind: type[C] = RunConfig) -> C:  # type: ignore[assignment]
+def load_config[C: RunConfig](path: Path, kind: type[C]) -> C:
     """Read and validate a run config.
 
     Raises:

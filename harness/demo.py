@@ -52,7 +52,10 @@ def run_demo(path: Path, console: Console) -> int:
 
 def _report_recoveries(records: list[Record], console: Console) -> None:
     for recovery in recoveries(records):
-        what = ", ".join(f"{f.fault} {f.target} at {f.phase}, step {f.step}" for f in recovery.faults) or "no fault of ours"
+        what = (
+            ", ".join(f"{f.fault} {f.target} at {f.phase}, step {f.step}" for f in recovery.faults)
+            or "no fault of ours"
+        )
         down = f"{recovery.seconds_down:.0f} s" if recovery.seconds_down is not None else "never"
         console.print(
             f"attempt {recovery.attempt} died ({what}); next step done after {down}, resumed from step "

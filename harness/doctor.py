@@ -95,7 +95,7 @@ def _two_short_runs(config: RunConfig, engines: EnginePool, console: Console) ->
 
 def examine(path: Path, console: Console) -> int:
     """Returns 0 if a resumed run can be promised to be bit-identical here, else VERIFY_CANNOT_TELL."""
-    config = load_config(path)
+    config = load_config(path, RunConfig)
     if config.engines is None:
         raise ConfigError(f"{path}: the doctor starts the engines itself; add an `engines:` section")
     prepare(config, console)

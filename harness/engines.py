@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config import RunConfig, flatten
-from harness.processes import TAG, die_with_parent, free_port, reap
+from harness.processes import free_port, reap, spawn
 from trainer.determinism import environment
 from trainer.engine import engine_command, is_healthy
 
@@ -18,14 +18,13 @@ class Engine:
     process: subprocess.Popen[bytes]
     url: str
     log: Path
-    tag: str
+    ledger: Path
     served: bool = False
 
     def end(self) -> None:
         """A killed server leaves its core and worker processes behind, over 1 GB each: end all of them."""
-        self.process.kill()
+        reap(self.ledger)
         self.process.wait()
-        reap(self.tag)
 
 
 @dataclass
@@ -75,18 +74,7 @@ class EnginePool:
             device=self.config.device,
             args=self.config.engines.args,
         )
-        self.logs.mkdir(parents=True, exist_ok=True)
-        log = self.logs / f"engine-{index}.log"
-        tag = str(log.resolve())
-        reap(tag)  # what a supervisor that was killed left behind
-        with log.open("ab") as sink:
-            process = subprocess.Popen(
-                command,
-                env=os.environ | environment(self.config.device) | {TAG: tag},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-        return Engine(process, f"http://127.0.0.1:{port}", log, tag)
+        log, ledger = self.logs / f"engine-{index}.log", self.logs / f"engine-{index}.sessions"
+        reap(ledger)  # what a supervisor that was killed has left behind
+        process = spawn(command, os.environ | environment(self.config.device), log, ledger)
+        return Engine(process, f"http://127.0.0.1:{port}", log, ledger)

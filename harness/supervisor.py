@@ -19,30 +19,30 @@ from checkpointing.journal import Journal, read_journal
 from checkpointing.store import open_store
 from harness.config import RunConfig
 from harness.engines import EnginePool
-from harness.processes import TAG, die_with_parent, reap, run_tag
+from harness.processes import reap, spawn
 from trainer.determinism import environment
 
 Watch = Callable[[], None]
 """Called about twice a second while an attempt runs."""
 
 
-def _start_driver(config: RunConfig, engine_urls: list[str], attempt: int, faults: Path | None) -> subprocess.Popen[bytes]:
-    env = os.environ | environment(config.device) | {TAG: run_tag(config.run_dir), "HARNESS_ATTEMPT": str(attempt)}
+def _start_driver(
+    config: RunConfig, engine_urls: list[str], attempt: int, faults: Path | None
+) -> subprocess.Popen[bytes]:
+    env = os.environ | environment(config.device) | {"HARNESS_ATTEMPT": str(attempt)}
     if faults is not None:
         env |= {"HARNESS_PHASE_LISTENER": "chaos.agent:listen", "HARNESS_FAULT_PLAN": str(faults.resolve())}
         env["HARNESS_FAULTS_PLANNED"] = str(len(FaultPlan.load(faults).faults))
-    logs = config.run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    with (logs / f"attempt-{attempt:06d}.log").open("ab") as sink:
-        return subprocess.Popen(
-            [sys.executable, "-m", "harness.driver", config.model_dump_json(), json.dumps(engine_urls)],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+    command = [sys.executable, "-m", "harness.driver", config.model_dump_json(), json.dumps(engine_urls)]
+    return spawn(command, env, _log(config, attempt), _ledger(config))
+
+
+def _log(config: RunConfig, attempt: int) -> Path:
+    return config.run_dir / "logs" / f"attempt-{attempt:06d}.log"
+
+
+def _ledger(config: RunConfig) -> Path:
+    return config.run_dir / "logs" / "driver.sessions"
 
 
 def _wait(driver: subprocess.Popen[bytes], engines: EnginePool, watch: Watch) -> str | None:
@@ -78,7 +78,7 @@ def _journal_end(config: RunConfig, attempt: int, code: int, lost: str | None, j
         reason = lost or f"killed by {signal.Signals(-code).name}"
         ended = AttemptEnded(exit_code=None, signal=-code, reason=reason)
     else:
-        reason = "complete" if code == 0 else _last_words(config.run_dir / "logs" / f"attempt-{attempt:06d}.log")
+        reason = "complete" if code == 0 else _last_words(_log(config, attempt))
         ended = AttemptEnded(exit_code=code, signal=None, reason=reason)
     journal.append(ended)
     return reason
@@ -105,9 +105,8 @@ def supervise(config: RunConfig, engines: EnginePool, faults: Path | None = None
     Raises:
         HarnessError: the attempt's own error, or `AttemptsExhausted`.
     """
-    tag = run_tag(config.run_dir)
     store = open_store(f"file://{config.run_dir.resolve() / 'store'}")
-    reap(tag)
+    reap(_ledger(config))
     for _ in range(config.max_attempts):
         engines.start_missing()
         attempt = newest_attempt(store) + 1
@@ -117,10 +116,10 @@ def supervise(config: RunConfig, engines: EnginePool, faults: Path | None = None
         finally:
             driver.kill()
             code = driver.wait()
-            reap(tag)
+            reap(_ledger(config))
         started = newest_attempt(store) >= attempt
         if not started and code >= 0:
-            raise _as_error(code, _last_words(config.run_dir / "logs" / f"attempt-{attempt:06d}.log"))
+            raise _as_error(code, _last_words(_log(config, attempt)))
         with closing(Journal(config.run_dir, "supervisor", attempt)) as journal:
             reason = _journal_end(config, attempt, code, lost, journal)
             if faults is not None:
@@ -134,5 +133,5 @@ def supervise(config: RunConfig, engines: EnginePool, faults: Path | None = None
 
 def _as_error(code: int, reason: str) -> HarnessError:
     """The error class with this exit code, carrying the attempt's own words."""
-    found = [c for c in (HarnessError, *HarnessError.__subclasses__()) if c.exit_code == code] or [HarnessError]
-    return found[0](reason.removeprefix("error: "))
+    kinds: list[type[HarnessError]] = [kind for kind in HarnessError.__subclasses__() if kind.exit_code == code]
+    return (kinds or [HarnessError])[0](reason.removeprefix("error: "))

@@ -60,7 +60,8 @@ def _groups_on_gloo() -> None:
         real_group("gloo", *args, **kwargs)
 
     device_mesh.init_device_mesh = mesh_on_cpu
-    dist.init_device_mesh = mesh_on_cpu
+    distributed: Any = dist
+    distributed.init_device_mesh = mesh_on_cpu
     dist.init_process_group = group_on_gloo
 
 
@@ -95,8 +96,8 @@ def answer_for_cuda() -> None:
     optimizer: Any = Optimizer
     optimizer._accelerator_graph_capture_health_check = lambda self: None
 
-    import skyrl.backends.skyrl_train.distributed.fsdp_utils as fsdp_utils
-    import skyrl.train.utils.utils as utils
+    from skyrl.backends.skyrl_train.distributed import fsdp_utils
+    from skyrl.train.utils import utils
 
     fsdp_utils.init_device_mesh = device_mesh.init_device_mesh
     fsdp_utils._sync_non_persistent_buffers = _sync_buffers

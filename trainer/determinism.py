@@ -6,12 +6,15 @@ no GPU has checked them yet (see docs/determinism.md).
 
 import hashlib
 import os
+import random
 
+import numpy as np
 import torch
 
 COMMON_ENV = {
     "PYTHONHASHSEED": "0",  # set and dict-of-str iteration order must not differ between attempts
     "TOKENIZERS_PARALLELISM": "false",  # no forked tokenizer threads next to Ray and gloo
+    "PYTHONDONTWRITEBYTECODE": "",  # not for bits but for time: compiling the imports anew costs each rank a minute
     "HF_HUB_OFFLINE": "1",  # a run must not depend on a hub: what it loads is named by digest
 }
 
@@ -47,6 +50,13 @@ def make_torch_deterministic() -> None:
     torch.backends.cudnn.benchmark = False  # GPU: autotuning may pick another kernel on the next start
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
+
+
+def seed_streams(seed: int) -> None:
+    """Seed this process's torch, numpy and python streams. SkyRL seeds its ranks; nobody seeds the driver."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def request_seed(run_seed: int, phase: str, step: int, uid: str, repetition: int, turn: int) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from checkpointing.errors import MissingEntry, RunMismatch
+from checkpointing.errors import CheckpointError, MissingEntry, RunMismatch
 from trainer.captured import Captured
 from trainer.identity import frozen_models
 
@@ -20,7 +20,19 @@ def capture_position(trainer: Any) -> Captured:
 
 
 def restore_position(trainer: Any, captured: Captured) -> None:
-    trainer.train_dataloader.seek(captured.data)
+    """The step comes first in the State, so the two can be held against each other.
+
+    Raises:
+        CheckpointError: the step and the position do not belong together; one of them was restored alone.
+    """
+    loader = trainer.train_dataloader
+    loader.seek(captured.data)
+    handed_out = loader.epoch * len(loader) + loader.batch
+    if trainer.cfg.trainer.algorithm.dynamic_sampling.type is None and handed_out != trainer.global_step:
+        raise CheckpointError(
+            f"driver/data_position: {handed_out} batches were handed out by step {trainer.global_step}; "
+            "step and data position must be restored together"
+        )
 
 
 def capture_kl_controller(trainer: Any) -> Captured:

@@ -20,7 +20,13 @@ DETERMINISTIC_ARGS = {
 
 def engine_command(model: str, port: int, lora_rank: int, dtype: str, device: str, args: dict[str, Any]) -> list[str]:
     """The command line of a server on 127.0.0.1:`port`. `args` are vLLM's own flags without dashes, True for a switch."""
-    flags: dict[str, Any] = {"model": model, "served-model-name": model, "dtype": dtype, "host": "127.0.0.1", "port": port}
+    flags: dict[str, Any] = {
+        "model": model,
+        "served-model-name": model,
+        "dtype": dtype,
+        "host": "127.0.0.1",
+        "port": port,
+    }
     if lora_rank:
         flags |= {"enable-lora": True, "max-lora-rank": max(8, lora_rank)}
     if device == "cpu":

@@ -1,7 +1,5 @@
 """From a SkyRL config to a finished run: check everything that costs nothing, then start Ray, build models, train."""
 
-import trainer.cpu  # isort: skip  # must come first: it answers for CUDA before SkyRL binds torch's names
-
 import asyncio
 import os
 import time
@@ -27,7 +25,7 @@ from trainer.identity import frozen_models
 from trainer.resumable import ResumableTrainer
 from trainer.run import open_run, topology
 
-FORWARDED = ("HARNESS_PHASE_LISTENER", "HARNESS_FAULT_PLAN", "HARNESS_TAG", "HARNESS_ATTEMPT")
+FORWARDED = ("HARNESS_PHASE_LISTENER", "HARNESS_FAULT_PLAN", "HARNESS_ATTEMPT")
 
 
 def skyrl_config(overrides: dict[str, Any] | list[str]) -> SkyRLTrainConfig:
@@ -49,6 +47,8 @@ def skyrl_config(overrides: dict[str, Any] | list[str]) -> SkyRLTrainConfig:
         raise ConfigError("trainer.fully_async.enabled: the fully asynchronous trainer can't be resumed exactly yet")
     if cfg.trainer.resume_mode == "from_path":
         raise ConfigError("trainer.resume_mode=from_path: a run resumes from its own run directory; use latest or none")
+    if cfg.trainer.ckpt_interval <= 0:
+        raise ConfigError("trainer.ckpt_interval must be at least 1: without checkpoints nothing can be resumed")
     for source in cfg.data.train_data + (cfg.data.val_data or []):
         if "." in Path(source).name and not Path(source).is_file():
             raise ConfigError(f"data: no file {source}")

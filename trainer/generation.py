@@ -50,7 +50,9 @@ def seed_requests(generator: Any, run_seed: int) -> None:
         ConfigError: `generator.batched=true`; it sends a whole batch as one call, which has no request to seed.
     """
     if generator.generator_cfg.batched:
-        raise ConfigError("generator.batched=true sends no trajectory ids, so requests can't be seeded: set it to false")
+        raise ConfigError(
+            "generator.batched=true sends no trajectory ids, so requests can't be seeded: set it to false"
+        )
     client = SeededClient(generator.inference_engine_client, run_seed)
     generator.inference_engine_client = client
     plain_generate = generator.generate

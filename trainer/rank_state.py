@@ -18,9 +18,8 @@ from trainer.captured import Captured
 
 def _module(worker: Any) -> torch.nn.Module:
     """The sharded module: SkyRL wraps policy and reference in HFModelWrapper, the critic not."""
-    inner = getattr(worker.model, "model", None)
     wrapped = type(worker.model).__name__ == "HFModelWrapper"
-    module: torch.nn.Module = inner if wrapped else worker.model
+    module: torch.nn.Module = worker.model.model if wrapped else worker.model
     return module
 
 
@@ -38,7 +37,7 @@ def _placement(tensor: torch.Tensor) -> dict[str, list[int]]:
 def _saved_tensors(worker: Any, frozen: bool) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name; frozen parameters only where they may have moved."""
     module = _module(worker)
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad or frozen}
+    named: dict[str, torch.Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad or frozen}
     persistent = module.state_dict(keep_vars=True).keys()
     named |= {name: b for name, b in module.named_buffers() if name in persistent}
     return named

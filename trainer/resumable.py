@@ -33,7 +33,11 @@ class ResumableTrainer(RayPPOTrainer):
     def _build_train_dataloader_and_compute_training_steps(self) -> None:
         trainer = self.cfg.trainer
         self.train_dataloader = EpochLoader(
-            self.train_dataset, trainer.train_batch_size, trainer.epochs, trainer.seed, self.cfg.data.dataloader.num_workers
+            self.train_dataset,
+            trainer.train_batch_size,
+            trainer.epochs,
+            trainer.seed,
+            self.cfg.data.dataloader.num_workers,
         )
         self.total_training_steps = planned_steps(self.cfg, len(self.train_dataset))
 
@@ -89,6 +93,9 @@ class ResumableTrainer(RayPPOTrainer):
         restore(self, self.run)
         if self._reference_update_is_due():
             super().update_ref_with_policy()
+        # SkyRL's evaluation before training stands in for the one of this step, if the kill came before it.
+        due = self.cfg.trainer.eval_interval > 0 and self.global_step % self.cfg.trainer.eval_interval == 0
+        self.cfg.trainer.eval_before_train = due and self.global_step not in self.run.evaluated_before
         return self.global_step, self.run.resumed[0].key
 
     def _reference_update_is_due(self) -> bool:

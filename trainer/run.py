@@ -9,14 +9,14 @@ import json
 import os
 import platform
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from checkpointing.canonical import canonical_json
 from checkpointing.commit import Attempt, Commit, newest_restorable, start_attempt
 from checkpointing.errors import AlreadyExists, RunMismatch, TopologyMismatch
-from checkpointing.events import AttemptStarted, CheckpointRejected, RunStarted, StepDone
+from checkpointing.events import AttemptStarted, CheckpointRejected, Evaluated, RunStarted, StepDone
 from checkpointing.journal import Journal, read_journal
 from checkpointing.manifest import Manifest
 from checkpointing.store import Store, open_store
@@ -38,7 +38,8 @@ class Run:
     parent: Commit | None
     identity: dict[str, str]
     topology: dict[str, int]
-    steps_before: dict[int, StepDone] = field(default_factory=dict)
+    steps_before: dict[int, StepDone]
+    evaluated_before: set[int]
 
     @property
     def resumed_step(self) -> int:
@@ -69,7 +70,7 @@ def _versions() -> dict[str, str]:
 
 def _claim_directory(store: Store, mine: dict[str, str], seed: int) -> str:
     """Record what the run is, once; afterwards require that it is still that. Returns the run's id."""
-    record = {"run_id": uuid.uuid4().hex, "identity": mine, "seed": seed, "versions": _versions()}
+    record: dict[str, Any] = {"run_id": uuid.uuid4().hex, "identity": mine, "seed": seed, "versions": _versions()}
     try:
         store.create("run.json", canonical_json(record))
     except AlreadyExists:
@@ -102,22 +103,22 @@ def open_run(directory: Path, cfg: Any, dataset: str, planned_steps: int) -> Run
     store = open_store(store_url)
     mine = identity(cfg, dataset)
     run_id = _claim_directory(store, mine, cfg.trainer.seed)
-    resumed, rejected = newest_restorable(store)
+    resumed, rejected = newest_restorable(store) if cfg.trainer.resume_mode != "none" else (None, [])
     ranks = topology(cfg)
     if resumed and resumed[1].topology != ranks:
         raise TopologyMismatch(
             f"the checkpoint of step {resumed[1].step} was saved by {_say(resumed[1].topology)}, this config has "
             f"{_say(ranks)}; resume with the same trainer.placement (resharding is not supported yet)"
         )
-    before = {r.event.step: r.event for r in read_journal(directory) if isinstance(r.event, StepDone)}
+    events = [record.event for record in read_journal(directory)]
+    steps = {event.step: event for event in events if isinstance(event, StepDone)}
+    evaluated = {event.step for event in events if isinstance(event, Evaluated)}
     attempt = start_attempt(store, resumed[0] if resumed else None)
     journal = Journal(directory, "driver", attempt.attempt)
     if attempt.attempt == 1:
         faults = int(os.environ.get("HARNESS_FAULTS_PLANNED", "0"))
         journal.append(
-            RunStarted(
-                run_id=run_id, config_digest=mine["config"], planned_steps=planned_steps, faults_planned=faults
-            )
+            RunStarted(run_id=run_id, config_digest=mine["config"], planned_steps=planned_steps, faults_planned=faults)
         )
     for item in rejected:
         journal.append(CheckpointRejected(step=item.step, commit=item.key, reason=item.reason))
@@ -125,7 +126,7 @@ def open_run(directory: Path, cfg: Any, dataset: str, planned_steps: int) -> Run
         AttemptStarted(pid=os.getpid(), resumed_from=resumed[1].step if resumed else None, world_size=ranks["policy"])
     )
     parent = resumed[0] if resumed else None
-    return Run(directory, store_url, store, journal, attempt, resumed, parent, mine, ranks, before)
+    return Run(directory, store_url, store, journal, attempt, resumed, parent, mine, ranks, steps, evaluated)
 
 
 def _say(ranks: dict[str, int]) -> str:

@@ -1,5 +1,6 @@
 """From captured entries to the blobs and digests of a checkpoint, and back. The same code serves ranks and driver."""
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,8 +13,6 @@ from checkpointing.store import Store
 from checkpointing.tensors import pack_tensors, tensor_digest, unpack_tensors
 from trainer.captured import Captured
 from trainer.state import Entry
-
-import json
 
 
 def digest_shard(captured: Captured, rank: int) -> Shard:

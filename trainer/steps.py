@@ -9,18 +9,19 @@ import numpy as np
 from skyrl.train.utils.callbacks import CallbackInput, TrainingCallback, TrainingControl
 
 from checkpointing.canonical import canonical_json, digest
-from checkpointing.errors import DivergenceError
+from checkpointing.errors import DivergenceError, EngineMismatch
 from checkpointing.events import MAX_TENSOR_TABLE, Evaluated, StepDone
 from checkpointing.manifest import Entry
 from checkpointing.phases import reached
 from checkpointing.tensors import tensor_digest
 from trainer.checkpoint import digest_state, restore_late
+from trainer.determinism import seed_streams
 from trainer.run import Run
 
 
 def _ragged(rows: list[Any], dtype: type) -> str:
     """Digest of rows of unequal length, bit for bit."""
-    values = np.fromiter(chain.from_iterable(rows), dtype=dtype)
+    values: np.ndarray[Any, Any] = np.fromiter(chain.from_iterable(rows), dtype=dtype)
     return digest(canonical_json([len(row) for row in rows]) + values.tobytes())
 
 
@@ -67,19 +68,46 @@ def _require_same(before: StepDone, now: StepDone) -> None:
                 )
 
 
+MAX_LOGPROB_GAP = 0.1
+"""Nats, mean over a batch. Float32 on CPU measures 0; a stale or missing adapter was reported at 0.2 (TRL #5312)."""
+
+
+def require_engine_in_step(metrics: dict[str, Any], step: int) -> None:
+    """The engine must have sampled from the weights that the trainer holds.
+
+    Raises:
+        EngineMismatch: the log-probabilities of engine and trainer are too far apart.
+    """
+    whole_batch, mini_batches = (
+        "policy/rollout_train_logprobs_abs_diff_mean",
+        "minibatch_rollout_logprobs_abs_diff_mean",
+    )
+    gap = metrics.get(whole_batch, metrics.get(mini_batches, 0.0))
+    if not gap <= MAX_LOGPROB_GAP:
+        raise EngineMismatch(
+            f"step {step}: log-probabilities of engine and trainer differ by {gap:.3f} on average, limit "
+            f"{MAX_LOGPROB_GAP}; the engine serves other weights. Nothing of this step was saved"
+        )
+
+
 class StepJournal(TrainingCallback):
     """Journals every step and evaluation, and puts the late State entries back at the first epoch start."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.restore_pending = run.resumed is not None
+        self.first_epoch = True
         self.step_started = time.monotonic()
         self.restore_started = time.monotonic()
 
     def on_epoch_start(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
-        if self.restore_pending:
-            self.restore_pending = False
+        if not self.first_epoch:
+            return
+        self.first_epoch = False
+        if self.run.resumed is not None:
             restore_late(trainer, self.run, self.restore_started)
+        else:
+            # Only now: how often start-up draws from the driver's streams is nobody's promise.
+            seed_streams(trainer.cfg.trainer.seed)
 
     def on_step_start(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
         self.step_started = time.monotonic()
@@ -89,6 +117,7 @@ class StepJournal(TrainingCallback):
         trained = time.monotonic()
         state = digest_state(trainer)
         assert callback_input.batch is not None and callback_input.metrics is not None
+        require_engine_in_step(trainer.all_metrics | callback_input.metrics, trainer.global_step)
         advantages = callback_input.batch["advantages"]
         metrics = callback_input.metrics | {k: v for k, v in trainer.all_metrics.items() if k.startswith("reward/")}
         metrics |= {k: v for k, v in trainer.all_metrics.items() if k.startswith("critic/")}

@@ -12,6 +12,7 @@ from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import (
     FSDPRefWorkerBase,
 )
 
+from checkpointing.errors import CheckpointError
 from checkpointing.manifest import Shard
 from checkpointing.phases import reached
 from checkpointing.store import open_store
@@ -45,6 +46,9 @@ class StatefulRank:
 
     def read_state(self, store_url: str, shards: dict[str, Shard]) -> dict[str, Shard]:
         """Restore this rank; returns the digests of what it holds afterwards."""
+        foreign = [name for name, shard in shards.items() if shard.rank != self._rank]
+        if foreign:
+            raise CheckpointError(f"{self.role} rank {self._rank} was given another rank's shard of {foreign[0]}")
         reached("restore.rank", role=self.role, rank=self._rank)
         return read_entries(entries_of(self.role, self.cfg), self, open_store(store_url), shards)
 
