@@ -52,7 +52,7 @@ def train(config: ConfigFile) -> None:
 
 @app.command()
 def doctor(config: ConfigFile) -> None:
-    """Measure what can be promised on this machine: engine repeatability, batch independence, prefill against decode."""
+    """Measure what can be promised on this machine about the engine, and whether two short runs agree."""
     from harness.doctor import examine
 
     raise typer.Exit(examine(config, console))

@@ -84,7 +84,7 @@ SUCCESS = "eval/all/environment/success"
 
 
 def train_and_compare(path: Path, console: Console) -> int:
-    """Run `path`, then report success on the held-out mazes before and after. Returns 0 if the intervals do not overlap."""
+    """Run `path`, then report success on held-out mazes before and after. 0 only if the intervals do not overlap."""
     config = load_config(path, RunConfig)
     if config.maze is None:
         raise ConfigError(f"{path}: `harness train` needs a `maze:` section")

@@ -1,7 +1,7 @@
 """`harness doctor`: measure, on the machine at hand, what the harness may promise there.
 
-Nothing is assumed from the kind of machine: the engine is asked the same things twice, alone and in company, and two short
-training runs are compared.
+Nothing is assumed from the kind of machine: the engine is asked the same things twice, alone and in company, and two
+short training runs are compared.
 """
 
 import json
@@ -55,7 +55,7 @@ class Engine:
         return Generation(tuple(choice["token_ids"]), logprobs)
 
     def score(self, prompt: Sequence[int], generated: Sequence[int]) -> tuple[float, ...]:
-        """Log-probabilities of `generated` when it is read as part of the prompt (prefill) instead of drawn (decode)."""
+        """Log-probabilities of `generated` when it is read as part of the prompt (prefill), not drawn (decode)."""
         answer = self._post([*prompt, *generated], {"max_tokens": 1, "prompt_logprobs": 1})
         rows = answer["prompt_logprobs"][len(prompt) :]
         return tuple(float(row[str(token)]["logprob"]) for row, token in zip(rows, generated, strict=True))
@@ -116,7 +116,6 @@ def examine(path: Path, console: Console) -> int:
         if promised
         else "Bit-identical resume can't be promised here: a difference need not be the harness's fault."
     )
-    console.print(
-        f"Unfinished generations {'could' if prefill else 'can NOT'} be continued from their last tokens (not built yet)."
-    )
+    could = "could" if prefill else "can NOT"
+    console.print(f"Unfinished generations {could} be continued from their last tokens (not built yet).")
     return 0 if promised else VERIFY_CANNOT_TELL

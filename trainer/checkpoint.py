@@ -84,49 +84,59 @@ def save(trainer: Any, run: Run) -> Commit:
     return committed
 
 
-def restore(trainer: Any, run: Run) -> None:
+def restore(trainer: Any, run: Run) -> Shards:
     """Put the State of `run.resumed` back, all but the late entries, and require it to be held exactly.
+
+    Returns what is held, for `restore_late` to complete.
 
     Raises:
         MissingEntry: the checkpoint lacks an entry that this run has.
         TopologyMismatch: it was saved by another number of ranks.
         DivergenceError: an owner does not hold what was saved.
     """
-    assert run.resumed is not None
-    manifest = run.resumed[1]
+    manifest = _resumed(run)
     reached("restore.begin", step=manifest.step)
-    saved = {name: {shard.rank: shard for shard in entry.shards} for name, entry in manifest.entries.items()}
-    calls, of_call = [], []
+    calls, asked = [], []
     for role, group in _groups(trainer).items():
         trainer.dispatch._ensure_on_gpu(role)
         names = [entry.name for entry in entries_of(role, trainer.cfg.trainer)]
         for rank, read in enumerate(_methods(group, "read_state")):
-            mine = {name: _shard(saved, name, rank) for name in names}
-            calls.append(read.remote(run.store_url, mine))
-            of_call.append(mine)
-    for mine, held in zip(of_call, ray.get(calls), strict=True):
-        require_equal(mine, held)
-    early = [entry for entry in entries_of("driver", trainer.cfg.trainer) if not entry.late]
-    mine = {entry.name: _shard(saved, entry.name, 0) for entry in early}
-    require_equal(mine, read_entries(early, trainer, run.store, mine))
+            asked.append({name: _shard(manifest, name, rank) for name in names})
+            calls.append(read.remote(run.store_url, asked[-1]))
+    held: Shards = {}
+    for mine, of_rank in zip(asked, ray.get(calls), strict=True):
+        require_equal(mine, of_rank)
+        for name, shard in of_rank.items():
+            held.setdefault(name, []).append(shard)
+    return held | _restore_driver(trainer, run, late=False)
 
 
-def restore_late(trainer: Any, run: Run, started: float) -> None:
-    """Put the late entries back, then journal what the whole State holds. `started`: when the restore began."""
-    assert run.resumed is not None
-    manifest = run.resumed[1]
-    late = [entry for entry in entries_of("driver", trainer.cfg.trainer) if entry.late]
-    mine = {entry.name: manifest.entries[entry.name].shards[0] for entry in late}
-    require_equal(mine, read_entries(late, trainer, run.store, mine))
-    held = {name: entry.digest for name, entry in digest_state(trainer).items()}
-    seconds = time.monotonic() - started
-    run.journal.append(StateRestored(step=manifest.step, entries=held, seconds=seconds))
-    reached("restore.end", step=manifest.step)
+def restore_late(trainer: Any, run: Run, held: Shards, started: float) -> None:
+    """Put the late entries back, then journal what the whole State holds. `started` is `restore`'s monotonic time."""
+    held |= _restore_driver(trainer, run, late=True)
+    digests = {name: Entry.of(name, shards).digest for name, shards in held.items()}
+    step = _resumed(run).step
+    run.journal.append(StateRestored(step=step, entries=digests, seconds=time.monotonic() - started))
+    reached("restore.end", step=step)
 
 
-def _shard(saved: dict[str, dict[int, Shard]], name: str, rank: int) -> Shard:
-    if name not in saved:
+def _restore_driver(trainer: Any, run: Run, late: bool) -> Shards:
+    entries = [entry for entry in entries_of("driver", trainer.cfg.trainer) if entry.late == late]
+    mine = {entry.name: _shard(_resumed(run), entry.name, 0) for entry in entries}
+    held = read_entries(entries, trainer, run.store, mine)
+    require_equal(mine, held)
+    return {name: [shard] for name, shard in held.items()}
+
+
+def _resumed(run: Run) -> Manifest:
+    assert run.resumed is not None, "only an attempt that resumes restores"
+    return run.resumed[1]
+
+
+def _shard(manifest: Manifest, name: str, rank: int) -> Shard:
+    if name not in manifest.entries:
         raise MissingEntry(f"{name}: not in the checkpoint; resume with the version and config that saved it")
-    if rank not in saved[name]:
-        raise TopologyMismatch(f"{name}: saved by {len(saved[name])} ranks, this run asks for rank {rank}")
-    return saved[name][rank]
+    shards = manifest.entries[name].shards
+    if rank >= len(shards):
+        raise TopologyMismatch(f"{name}: saved by {len(shards)} ranks, this run asks for rank {rank}")
+    return shards[rank]

@@ -1,10 +1,10 @@
 """SkyRL 0.4.0's FSDP path on machines without a GPU. Every assumption of CUDA it makes is answered here, and only here.
 
-`HARNESS_DEVICE=cpu` (set from `device: cpu` in the run config) switches it on, in the driver and in every rank. The GPU
+`HARNESS_DEVICE=cpu` (from `device: cpu` in the run config) switches it on in the driver and in every rank. The GPU
 profile never runs a line of it. A driver on a head node without a GPU whose ranks have GPUs is not this case.
 
-`torch.cuda.device_count` is left alone: patched to 1, `torch.cuda.is_available()` turns true and vLLM, the optimizer and
-the RNG capture all take the CUDA path.
+`torch.cuda.device_count` is left alone: patched to 1, `torch.cuda.is_available()` turns true and vLLM, the optimizer
+and the RNG capture all take the CUDA path.
 """
 
 import importlib.machinery
@@ -23,7 +23,7 @@ def on_cpu() -> bool:
 
 
 def _stand_in_for_flash_attn() -> None:
-    """`model_wrapper` imports flash-attn's padding helpers at the top; transformers carries the same three functions."""
+    """`model_wrapper` imports flash-attn's padding helpers at the top; transformers has the same three functions."""
     from transformers import modeling_flash_attention_utils as same
 
     package = types.ModuleType("flash_attn")

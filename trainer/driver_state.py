@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from checkpointing.errors import CheckpointError, MissingEntry, RunMismatch
+from checkpointing.errors import MissingEntry, RunMismatch
 from trainer.captured import Captured
 from trainer.identity import frozen_models
 
@@ -20,26 +20,14 @@ def capture_position(trainer: Any) -> Captured:
 
 
 def restore_position(trainer: Any, captured: Captured) -> None:
-    """The step comes first in the State, so the two can be held against each other.
-
-    Raises:
-        CheckpointError: the step and the position do not belong together; one of them was restored alone.
-    """
-    loader = trainer.train_dataloader
-    loader.seek(captured.data)
-    handed_out = loader.epoch * len(loader) + loader.batch
-    if trainer.cfg.trainer.algorithm.dynamic_sampling.type is None and handed_out != trainer.global_step:
-        raise CheckpointError(
-            f"driver/data_position: {handed_out} batches were handed out by step {trainer.global_step}; "
-            "step and data position must be restored together"
-        )
+    trainer.train_dataloader.seek(captured.data)
 
 
-def capture_kl_controller(trainer: Any) -> Captured:
+def capture_kl(trainer: Any) -> Captured:
     return Captured({}, {"value": float(trainer.reward_kl_controller.value)})
 
 
-def restore_kl_controller(trainer: Any, captured: Captured) -> None:
+def restore_kl(trainer: Any, captured: Captured) -> None:
     trainer.reward_kl_controller.value = captured.data["value"]
 
 
@@ -83,6 +71,6 @@ def restore_frozen_models(trainer: Any, captured: Captured) -> None:
         saved = captured.data.get(role)
         if saved is None or saved["digest"] != model["digest"]:
             raise RunMismatch(
-                f"driver/frozen_models: the {role} base model at {model['path']} is not the one this run was trained on "
-                f"(digest {model['digest'][:12]}, checkpoint names {saved and saved['digest'][:12]}); restore that model"
+                f"driver/frozen_models: the {role} base model at {model['path']} is not the one this run was trained "
+                f"on (digest {model['digest'][:12]}, not {saved and saved['digest'][:12]}); bring that model back"
             )

@@ -1,4 +1,4 @@
-"""How one standalone inference server is started: SkyRL's own vLLM server, outside Ray, so that it outlives a driver."""
+"""How one standalone inference server is started: SkyRL's own vLLM server, outside Ray so that it outlives a driver."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ DETERMINISTIC_ARGS = {
 
 
 def engine_command(model: str, port: int, lora_rank: int, dtype: str, device: str, args: dict[str, Any]) -> list[str]:
-    """The command line of a server on 127.0.0.1:`port`. `args` are vLLM's own flags without dashes, True for a switch."""
+    """The command of a server on 127.0.0.1:`port`. `args` are vLLM's own flags without dashes, True for a switch."""
     flags: dict[str, Any] = {
         "model": model,
         "served-model-name": model,

@@ -1,4 +1,4 @@
-"""The harness for people who already run SkyRL: their command line, plus `trainer.override_entrypoint=trainer.entrypoint`.
+"""The harness for people who already run SkyRL: add `trainer.override_entrypoint=trainer.entrypoint` to the command.
 
 The run directory is `trainer.ckpt_path`, saves follow `trainer.ckpt_interval`, and starting the same command again
 resumes. Environments that the command's own entrypoint registered are named in HARNESS_ENVIRONMENTS as

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ class ResumableExperiment(BasePPOExp):
         return self._dataset(self.cfg.data.val_data) if wanted else None
 
     def get_colocate_pg(self, *args: Any) -> Any:
-        """SkyRL asks for this once tokenizer and data are loaded: the run can be checked, and nothing has cost a GPU."""
+        """SkyRL asks for this once tokenizer and data are loaded: the run can be checked before it costs a GPU."""
         self.record = open_run(
             self.directory,
             self.cfg,
@@ -124,7 +125,7 @@ class ResumableExperiment(BasePPOExp):
 
 
 def start_ray(cfg: SkyRLTrainConfig, address: str, device: str, directory: Path) -> None:
-    """Join the cluster at `address`, or start one of our own for "local", with the environment bit-consistency needs."""
+    """Join the cluster at `address`, or start our own for "local", with the environment that bit-consistency needs."""
     logs = directory.resolve() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     env = prepare_runtime_environment(cfg) | environment(device)
@@ -134,7 +135,7 @@ def start_ray(cfg: SkyRLTrainConfig, address: str, device: str, directory: Path)
     if address == "local":
         ranks = sum(topology(cfg).values())
         # Logical resources. Ray starts an idle worker for each CPU it is told of: no more than will be used.
-        local = {"num_cpus": ranks + 1, "include_dashboard": False}
+        local = {"num_cpus": ranks + 1, "include_dashboard": False, "_temp_dir": tempfile.gettempdir()}
         if device == "cpu":
             local["num_gpus"] = ranks
     ray.init(address=address, runtime_env={"env_vars": env}, log_to_driver=False, **local)

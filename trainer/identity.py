@@ -38,7 +38,7 @@ def local_model(path: str, key: str) -> Path:
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{key}: no model at {path} (no config.json there); models are not downloaded at run time")
+        raise ConfigError(f"{key}: no model at {path} (no config.json); models are not downloaded at run time")
     return folder
 
 
@@ -62,7 +62,7 @@ def tokenizer_digest(cfg: Any) -> str:
 
 
 def config_digest(cfg: Any) -> str:
-    """Digest of the SkyRL configuration without what names places or logging; models and data have their own digests."""
+    """Digest of SkyRL's configuration without what names places or logging; models and data have their own digests."""
     plain = get_config_as_dict(cfg)
     for section, keys in LOCATION_KEYS.items():
         for key in keys:

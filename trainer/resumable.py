@@ -90,7 +90,7 @@ class ResumableTrainer(RayPPOTrainer):
         if self.run.resumed is None:
             return 0, None
         self.step_journal.restore_started = time.monotonic()
-        restore(self, self.run)
+        self.step_journal.held = restore(self, self.run)
         if self._reference_update_is_due():
             super().update_ref_with_policy()
         # SkyRL's evaluation before training stands in for the one of this step, if the kill came before it.

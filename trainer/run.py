@@ -1,7 +1,7 @@
 """One attempt at one run: who it is, where it resumes from, where it writes.
 
-A run directory holds `store/` (checkpoints, attempts, run.json), `journal/` and `logs/`. It belongs to one configuration,
-one dataset, one tokenizer and one set of base models, recorded by digest when it begins.
+A run directory holds `store/` (checkpoints, attempts, run.json), `journal/` and `logs/`. It belongs to one
+configuration, one dataset, one tokenizer and one set of base models, recorded by digest when it begins.
 """
 
 import importlib.metadata

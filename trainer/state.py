@@ -1,8 +1,8 @@
 """The State: everything that must survive, one line an entry. This list is the only place that knows what it is.
 
 An entry is captured by its owner: each rank of an actor group (`policy`, `critic`, `ref`) captures its own shard, the
-driver captures the rest. The order is the order of restoring. `late` entries are restored at the first epoch start, after
-everything in SkyRL's start-up that would overwrite them or draw from them; RNG streams are last of their owner.
+driver captures the rest. The order is the order of restoring. `late` entries are restored at the first epoch start,
+after everything in SkyRL's start-up that would overwrite them or draw from them; RNG streams are last of their owner.
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ STATE: list[Entry] = [
     Entry("driver/data_position", driver_state.capture_position, driver_state.restore_position),
     Entry("driver/dynamic_sampling", driver_state.capture_dynamic_sampling, driver_state.restore_dynamic_sampling),
     Entry("driver/callbacks", driver_state.capture_callbacks, driver_state.restore_callbacks),
-    Entry("driver/kl_controller", driver_state.capture_kl_controller, driver_state.restore_kl_controller, _kl_in_reward, late=True),
+    Entry("driver/kl_controller", driver_state.capture_kl, driver_state.restore_kl, _kl_in_reward, late=True),
     Entry("driver/rng", rank_state.capture_rng, rank_state.restore_rng, late=True),
 ]
 # fmt: on

@@ -14,7 +14,7 @@ from checkpointing.events import MAX_TENSOR_TABLE, Evaluated, StepDone
 from checkpointing.manifest import Entry
 from checkpointing.phases import reached
 from checkpointing.tensors import tensor_digest
-from trainer.checkpoint import digest_state, restore_late
+from trainer.checkpoint import Shards, digest_state, restore_late
 from trainer.determinism import seed_streams
 from trainer.run import Run
 
@@ -98,13 +98,14 @@ class StepJournal(TrainingCallback):
         self.first_epoch = True
         self.step_started = time.monotonic()
         self.restore_started = time.monotonic()
+        self.held: Shards = {}
 
     def on_epoch_start(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
         if not self.first_epoch:
             return
         self.first_epoch = False
         if self.run.resumed is not None:
-            restore_late(trainer, self.run, self.restore_started)
+            restore_late(trainer, self.run, self.held, self.restore_started)
         else:
             # Only now: how often start-up draws from the driver's streams is nobody's promise.
             seed_streams(trainer.cfg.trainer.seed)

@@ -1,0 +1,96 @@
+"""One maze task, one engine and one uninterrupted run, shared by every test that needs the real stack.
+
+Starting an engine takes about a minute and a driver most of one, so tests share what isolation allows: runs have their
+own directories, clusters and journals; the engine is loaded with the adapter of whichever run is training.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import parquet
+
+from chaos.plan import FaultPlan
+from checkpointing.journal import Record, read_journal
+from harness.config import RunConfig, load_config
+from harness.engines import EnginePool
+from harness.supervisor import supervise
+from trainer.maze.base_model import build_task
+
+REPOSITORY = Path(__file__).parents[2]
+PROMPTS_PER_STEP = 4
+STEPS_PER_EPOCH = 5
+
+Train = Callable[..., list[Record]]
+"""train(name, faults=(), **dotted SkyRL keys) -> journal of the finished run."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/stack" in str(item.path):
+            item.add_marker(pytest.mark.stack)
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The demo's run config, cut down to 15 short steps over 3 epochs of 5 batches, two optimizer steps each."""
+    config = load_config(REPOSITORY / "configs" / "test.yaml", RunConfig)
+    assert config.maze is not None
+    paths = build_task(REPOSITORY / "build" / "maze", config.maze)
+    few = tmp_path_factory.mktemp("data") / "train.parquet"
+    parquet.write_table(parquet.read_table(paths.train).slice(0, PROMPTS_PER_STEP * STEPS_PER_EPOCH), few)
+    plain: dict[str, Any] = config.model_dump()
+    plain["skyrl"]["data"]["train_data"] = [str(few)]
+    return plain
+
+
+@pytest.fixture(scope="session")
+def engines(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
+    with EnginePool(RunConfig.model_validate(task), tmp_path_factory.mktemp("engines")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def configure(task: dict[str, Any], runs: Path) -> Callable[..., RunConfig]:
+    """configure(name, **dotted SkyRL keys) -> config of a run with its own directory."""
+
+    def make(name: str, **skyrl: Any) -> RunConfig:
+        config = RunConfig.model_validate(task | {"run_dir": runs / name})
+        return config.model_copy(update={"skyrl": merge(config.skyrl, skyrl)})
+
+    return make
+
+
+def merge(tree: dict[str, Any], dotted: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `tree` with dotted keys set."""
+    merged = dict(tree)
+    for path, value in dotted.items():
+        first, _, rest = path.partition(".")
+        merged[first] = merge(merged.get(first, {}), {rest: value}) if rest else value
+    return merged
+
+
+@pytest.fixture(scope="session")
+def train(configure: Callable[..., RunConfig], engines: EnginePool) -> Train:
+    def to_end(name: str, faults: tuple[dict[str, Any], ...] = (), **skyrl: Any) -> list[Record]:
+        config = configure(name, **skyrl)
+        plan = config.run_dir / "faults" / "plan.json" if faults else None
+        if plan is not None:
+            plan.parent.mkdir(parents=True)
+            plan.write_text(FaultPlan.model_validate({"faults": faults}).model_dump_json())
+        supervise(config, engines, plan)
+        return read_journal(config.run_dir)
+
+    return to_end
+
+
+@pytest.fixture(scope="session")
+def baseline(train: Train) -> list[Record]:
+    """The uninterrupted run that others are compared with."""
+    return train("baseline")
