@@ -13,7 +13,7 @@ from harness.config import RunConfig, load_config
 from harness.engines import EnginePool
 from harness.progress import RunProgress
 from harness.supervisor import supervise
-from trainer.maze.base_model import build_task
+from trainer.maze.task import build_task
 
 
 def prepare(config: RunConfig, console: Console) -> None:

@@ -7,7 +7,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from checkpointing.errors import ConfigError
-from trainer.maze.base_model import MazeSpec
+from trainer.maze.spec import MazeSpec
 
 OWNED = {
     "trainer.ckpt_path": "run_dir",

@@ -17,7 +17,7 @@ def main() -> int:
         cfg = skyrl_config(config.skyrl_overrides(urls))
         run_experiment(cfg, config.run_dir, config.ray_address, config.device, config.environments)
     except HarnessError as error:
-        print(f"error: {type(error).__name__}: {error}", flush=True)
+        print(f"error: {error}", flush=True)
         return error.exit_code
     except Exception as error:
         traceback.print_exc()

@@ -23,6 +23,7 @@ CPU_ENV = {
     "MKL_NUM_THREADS": "1",
     "MKL_CBWR": "COMPATIBLE",  # one code path whatever the alignment of the buffers
     "GLOO_SOCKET_IFNAME": "lo",  # single-machine profile: listen on loopback
+    "TORCHDYNAMO_DISABLE": "1",  # no C++ compiler at run time, no kernels that differ with the compiler
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # keep vLLM from pinning itself to the trainer's cores
     # Logical GPUs only: without this Ray hides CUDA_VISIBLE_DEVICES and warns in every actor.

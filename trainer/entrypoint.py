@@ -33,7 +33,7 @@ def _run() -> int:
         address = os.environ.get("RAY_ADDRESS", "local")
         run_experiment(cfg, Path(cfg.trainer.ckpt_path), address, os.environ["HARNESS_DEVICE"], environments)
     except HarnessError as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
 

@@ -48,6 +48,11 @@ def skyrl_config(overrides: dict[str, Any] | list[str]) -> SkyRLTrainConfig:
         raise ConfigError("trainer.fully_async.enabled: the fully asynchronous trainer can't be resumed exactly yet")
     if cfg.trainer.resume_mode == "from_path":
         raise ConfigError("trainer.resume_mode=from_path: a run resumes from its own run directory; use latest or none")
+    if cfg.trainer.update_ref_every_epoch and cfg.trainer.policy.model.lora.rank > 0:
+        raise ConfigError(
+            "trainer.update_ref_every_epoch with LoRA: SkyRL 0.4.0 exports the adapter alone, which its reference "
+            "worker can't load; train all parameters (lora.rank=0) or keep the reference"
+        )
     if cfg.trainer.ckpt_interval <= 0:
         raise ConfigError("trainer.ckpt_interval must be at least 1: without checkpoints nothing can be resumed")
     for source in cfg.data.train_data + (cfg.data.val_data or []):

@@ -33,9 +33,14 @@ class StatefulRank:
         make_torch_deterministic()
         reached("worker.started", role=self.role, rank=self._rank, pid=os.getpid())
 
-    def _set_numa_affinity(self, rank: int) -> None:
-        if not trainer.cpu.on_cpu():  # it counts GPUs per socket
-            super()._set_numa_affinity(rank)  # type: ignore[misc]
+    def offload_to_cpu(self, *args: Any, **kwargs: Any) -> None:
+        """On a CPU everything is there already; SkyRL's version would divide by the number of GPUs."""
+        if not trainer.cpu.on_cpu():
+            super().offload_to_cpu(*args, **kwargs)  # type: ignore[misc]
+
+    def backload_to_gpu(self, *args: Any, **kwargs: Any) -> None:
+        if not trainer.cpu.on_cpu():
+            super().backload_to_gpu(*args, **kwargs)  # type: ignore[misc]
 
     def digest_state(self) -> dict[str, Shard]:
         return digest_entries(entries_of(self.role, self.cfg), self, self._rank)

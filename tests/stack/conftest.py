@@ -16,7 +16,7 @@ from checkpointing.journal import Record, read_journal
 from harness.config import RunConfig, load_config
 from harness.engines import EnginePool
 from harness.supervisor import supervise
-from trainer.maze.base_model import build_task
+from trainer.maze.task import build_task
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPTS_PER_STEP = 4

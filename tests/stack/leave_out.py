@@ -1,8 +1,9 @@
 """A driver that restores one checkpoint many times, each time leaving another State entry out, on real ranks.
 
-    python -m tests.stack.leave_out RUN_CONFIG_JSON ENGINE_URLS_JSON LEFT_OUT_FILE
+    python -m tests.stack.leave_out RUN_CONFIG_JSON ENGINE_URLS_JSON LEFT_OUT_FILE [move-reference]
 
-`LEFT_OUT_FILE` names the entry that is being left out; every process of the run looks there (HARNESS_LEFT_OUT). Leaving
+With `move-reference` it moves the reference model to the policy, as SkyRL does at the end of an epoch, and commits.
+`LEFT_OUT_FILE` names the entry being left out; every process of the run looks there (HARNESS_LEFT_OUT). Leaving
 out means that the owner keeps what a fresh process holds. Prints one JSON object: {entry: what restore said, or null}.
 """
 
@@ -50,20 +51,28 @@ def main() -> None:
 
     from checkpointing.phases import reached
     from harness.config import RunConfig
-    from trainer.checkpoint import restore, restore_late
+    from trainer.checkpoint import restore, restore_late, save
     from trainer.experiment import ResumableExperiment, skyrl_config
     from trainer.state import STATE
 
     config, urls, left_out = RunConfig.model_validate_json(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     left_out.write_text("nothing")
+    os.environ["HARNESS_LEFT_OUT"] = str(left_out)
     cfg = skyrl_config(config.skyrl_overrides(urls))
     reached("driver.started", role="driver", pid=os.getpid())
     experiment = ResumableExperiment(cfg, config.run_dir, "local", "cpu")
     trainer = experiment._setup_trainer()
+    if sys.argv[4:] == ["move-reference"]:
+        trainer.global_step, trainer.train_dataloader.batch = 1, 1
+        trainer.update_ref_with_policy()
+        save(trainer, trainer.run)
+        print('RESULT {"committed": null}', flush=True)
+        os._exit(0)
     said: dict[str, str | None] = {}
     for name in ["nothing"] + [entry.name for entry in STATE if entry.present(cfg.trainer)]:
         left_out.write_text(name)
-        trainer.reward_kl_controller = get_kl_controller(cfg.trainer.algorithm)
+        if cfg.trainer.algorithm.use_kl_in_reward:
+            trainer.reward_kl_controller = get_kl_controller(cfg.trainer.algorithm)
         try:
             restore_late(trainer, trainer.run, restore(trainer, trainer.run), time.monotonic())
             said[name] = None
