@@ -21,7 +21,7 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from checkpointing.blobs import Blob, get_blob, require_present
-from checkpointing.errors import CheckpointError, ConfigError, CorruptBlob, Fenced, FormatError
+from checkpointing.errors import CheckpointError, ConfigError, CorruptBlob, Fenced, FormatError, StoreError
 from checkpointing.manifest import Manifest, Step, get_manifest, put_manifest
 from checkpointing.phases import reached
 from checkpointing.records import Record, seal, unseal
@@ -48,6 +48,9 @@ def _checked_commit_key(key: str) -> str:
     _parse_commit_key(key)
     return key
 
+
+MAX_STARTS = 20
+"""Tries to get the next attempt number before something must be wrong."""
 
 CommitKey = Annotated[str, AfterValidator(_checked_commit_key)]
 AttemptNumber = Annotated[int, Field(ge=1)]
@@ -105,11 +108,11 @@ def start_attempt(store: Store, resume: Commit | None) -> Attempt:
 
     Raises:
         ConfigError: the store can't create a key at most once, so nothing could fence the attempts before.
-        StoreError: storage refused.
+        StoreError: storage refused, or another start was always quicker.
     """
     if not store.promises.create_once:
         raise ConfigError("attempts need a store that creates a key at most once, and this one does not promise it")
-    while True:
+    for _ in range(MAX_STARTS):
         # Commits are counted too: the number of an attempt whose record got lost must not be used again.
         numbers = _attempt_numbers(store) | {attempt for _, attempt in _commit_positions(store)}
         attempt = Attempt(
@@ -121,6 +124,7 @@ def start_attempt(store: Store, resume: Commit | None) -> Attempt:
         if _create(store, attempt):
             return attempt
         # Another start took the number, so that there is a higher one to come after: look again.
+    raise StoreError(f"{MAX_STARTS} attempts in a row were started by others; stop what restarts this run so often")
 
 
 def commit(store: Store, attempt: Attempt, manifest: Manifest, parent: Commit | None) -> Commit:

@@ -110,6 +110,16 @@ def test_attempts_that_start_together_get_different_numbers(store: Store) -> Non
     save(store, mine, 1, None)
 
 
+def test_a_start_that_is_always_overtaken_gives_up(store: Store) -> None:
+    class AlwaysOvertaken(Wrapper):
+        def create(self, key: str, data: Buffer) -> None:
+            start_attempt(store, None)
+            super().create(key, data)
+
+    with pytest.raises(StoreError, match="in a row were started by others"):
+        start_attempt(AlwaysOvertaken(store), None)
+
+
 def test_a_lost_answer_is_not_a_rivals_win(store: Store) -> None:
     """The client of an object store retries a create that had succeeded, and reports that the key exists."""
 

@@ -3,12 +3,16 @@
 `golden/v1` was made once, by `build`, and is never made anew: another format is another version with its own folder.
 """
 
+import json
 import shutil
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
+from safetensors import deserialize
 
 from checkpointing.blobs import get_blob, put_blob
 from checkpointing.canonical import canonical_json
@@ -80,6 +84,40 @@ def test_version_1_is_read(tmp_path: Path) -> None:
             expected = weights(made.step, shard.rank)
             assert tensors.keys() == expected.keys()
             assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_another_program_can_verify_it() -> None:
+    """With nothing of ours, by what `docs/format.md` says."""
+
+    def compact(value: object) -> bytes:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+    def verified(reference: dict[str, Any], pattern: str) -> bytes:
+        data = (GOLDEN / pattern.format(reference["digest"][:2], reference["digest"])).read_bytes()
+        assert (blake3(data).hexdigest(), len(data)) == (reference["digest"], reference["size"])
+        return data
+
+    names = {"BF16": "bfloat16", "F32": "float32", "I64": "int64"}
+    records = sorted(GOLDEN.glob("commits/*.json")) + sorted(GOLDEN.glob("attempts/*.json"))
+    for path in records:
+        record = json.loads(path.read_bytes())
+        check = record.pop("check")
+        assert check == blake3(compact(record)).hexdigest()
+        if "manifest" not in record:
+            continue
+        for entry in json.loads(verified(record["manifest"], "manifests/{1}.json"))["entries"].values():
+            parts = []
+            for shard in entry["shards"]:
+                json.loads(verified(shard["data"], "blobs/{0}/{1}"))
+                for name, tensor in (
+                    deserialize(verified(shard["tensors"], "blobs/{0}/{1}")) if shard["tensors"] else ()
+                ):
+                    header = compact([names[tensor["dtype"]], tensor["shape"]])
+                    assert shard["tensor_digests"][name] == blake3(header + tensor["data"]).hexdigest()
+                data = shard["data"]["digest"]
+                parts.append({"rank": shard["rank"], "data": data, "tensors": shard["tensor_digests"]})
+            assert entry["digest"] == blake3(compact(parts)).hexdigest()
+    assert len(records) == 5
 
 
 def test_version_1_is_written_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

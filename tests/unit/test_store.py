@@ -288,17 +288,29 @@ def test_what_exists_already_is_made_durable_too(tmp_path: Path, monkeypatch: py
     assert synced[-1] == tmp_path / "a"
 
 
+def test_nothing_is_left_beside_what_was_written(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    for write, key in [(store.put, "put"), (store.put, "put"), (store.create, "created")]:
+        write(key, b"x")
+    with pytest.raises(AlreadyExists):
+        store.create("created", b"y")
+    assert {path.name for path in tmp_path.iterdir()} == {"put", "created"}
+    assert (tmp_path / "created").stat().st_nlink == 1
+
+
 def test_abandoned_temporary_files_are_invisible_and_go_after_a_day(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     old, young = tmp_path / "a" / ".tmp-1-dead", tmp_path / "a" / ".tmp-2-alive"
     for file in [old, young]:
         file.write_bytes(b"half")
     os.utime(old, (time.time() - 25 * 3600,) * 2)
+    gone = tmp_path / "a" / ".tmp-3-renamed"
+    gone.symlink_to(tmp_path / "gone")  # seen in the folder, but no longer there when looked at
     store = open_store(str(tmp_path))
     assert list(store.list("")) == []
     assert old.exists()  # reading changes nothing
     store.put("a/key", b"x")
-    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [young.name, "key"]
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [young.name, gone.name, "key"]
 
 
 # The posix backend: refusals
@@ -403,6 +415,12 @@ def test_a_damaged_blob_is_never_returned_and_is_healed_by_the_next_save(store: 
     put_blob(store, data)
     assert get_blob(store, blob) == data
     require_present(store, blob)
+
+
+def test_a_reference_with_another_size_is_not_this_blob(store: Store) -> None:
+    blob = put_blob(store, b"content")
+    with pytest.raises(CorruptBlob, match="7 bytes, 8 expected"):
+        get_blob(store, Blob(digest=blob.digest, size=8))
 
 
 def test_a_missing_blob_is_corruption(store: Store) -> None:
