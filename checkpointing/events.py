@@ -66,7 +66,6 @@ class CheckpointCommitted(_Event):
     event: Literal["checkpoint.committed"] = "checkpoint.committed"
     step: int
     commit: str
-    bytes_new: int
     bytes_total: int
     seconds: float
 

@@ -1,13 +1,14 @@
 """Start an attempt, watch it end, clean up after it, start the next one from the newest commit."""
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from chaos.plan import FaultPlan
@@ -90,6 +91,22 @@ def _witness(config: RunConfig, faults: Path, journal: Journal) -> None:
         journal.append(event)
 
 
+@contextmanager
+def _only_supervisor(directory: Path) -> Iterator[None]:
+    """Hold the run directory's lock; the kernel drops it when this process ends, however it ends.
+
+    Raises:
+        ConfigError: another `harness run` works on the directory: it would end our driver, and we its.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "supervisor.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{directory}: another `harness run` is working on this run; stop it first") from error
+        yield
+
+
 def supervise(config: RunConfig, engines: EnginePool, faults: Path | None = None, watch: Watch = lambda: None) -> None:
     """Run attempts until the run is complete.
 
@@ -105,30 +122,40 @@ def supervise(config: RunConfig, engines: EnginePool, faults: Path | None = None
     Raises:
         HarnessError: the attempt's own error, or `AttemptsExhausted`.
     """
-    store = open_store(f"file://{config.run_dir.resolve() / 'store'}")
-    reap(_ledger(config))
-    for _ in range(config.max_attempts):
-        engines.start_missing()
-        attempt = newest_attempt(store) + 1
-        driver = _start_driver(config, engines.urls, attempt, faults)
-        try:
-            lost = _wait(driver, engines, watch)
-        finally:
-            driver.kill()
-            code = driver.wait()
-            reap(_ledger(config))
-        started = newest_attempt(store) >= attempt
-        if not started and code >= 0:
-            raise _as_error(code, _last_words(_log(config, attempt)))
-        with closing(Journal(config.run_dir, "supervisor", attempt)) as journal:
-            reason = _journal_end(config, attempt, code, lost, journal)
-            if faults is not None:
-                _witness(config, faults, journal)
-        if code == 0:
-            return
-        if code > 0 and code != WorkerLost.exit_code:
-            raise _as_error(code, reason)
+    with _only_supervisor(config.run_dir):
+        reap(_ledger(config))
+        for _ in range(config.max_attempts):
+            reason = _attempt(config, engines, faults, watch)
+            if reason is None:
+                return
     raise AttemptsExhausted(f"{config.max_attempts} attempts did not complete the run; the last: {reason}")
+
+
+def _attempt(config: RunConfig, engines: EnginePool, faults: Path | None, watch: Watch) -> str | None:
+    """One attempt from start to end. Returns None if the run is complete, else why another attempt is due.
+
+    Raises:
+        HarnessError: trying again would not change it.
+    """
+    store = open_store(f"file://{config.run_dir.resolve() / 'store'}")
+    engines.start_missing()
+    attempt = newest_attempt(store) + 1
+    driver = _start_driver(config, engines.urls, attempt, faults)
+    try:
+        lost = _wait(driver, engines, watch)
+    finally:
+        driver.kill()
+        code = driver.wait()
+        reap(_ledger(config))
+    if newest_attempt(store) < attempt and code >= 0:
+        raise _as_error(code, _last_words(_log(config, attempt)))
+    with closing(Journal(config.run_dir, "supervisor", attempt)) as journal:
+        reason = _journal_end(config, attempt, code, lost, journal)
+        if faults is not None:
+            _witness(config, faults, journal)
+    if code > 0 and code != WorkerLost.exit_code:
+        raise _as_error(code, reason)
+    return None if code == 0 else reason
 
 
 def _as_error(code: int, reason: str) -> HarnessError:
