@@ -48,7 +48,7 @@ def test_baseline_proves_something(baseline: list[Record]) -> None:
 
 
 def test_every_kind_of_kill_in_one_run(baseline: list[Record], train: Train) -> None:
-    killed = train("gauntlet", GAUNTLET, **{"data.dataloader.num_workers": 2})
+    killed = train("gauntlet", GAUNTLET)
     verdict = compare(baseline, killed)
     assert verdict.outcome == "identical", verdict.reasons
     witnessed = {record.event.index for record in killed if isinstance(record.event, FaultWitnessed)}

@@ -130,3 +130,22 @@ def test_a_reference_that_has_moved_comes_back(
     said = leave_out(config, ["http://127.0.0.1:1"], tmp_path)
     assert said["nothing"] is None
     assert said["ref/parameters"] is not None and "Error: ref/parameters:" in said["ref/parameters"]
+
+
+def test_killed_while_dynamic_sampling_fills_its_buffer(train: Train) -> None:
+    """Steps take more batches than one, so that step and data position go apart; the kill is in mid-buffer."""
+    keys = {
+        "trainer.algorithm.dynamic_sampling.type": "filter",
+        "trainer.algorithm.dynamic_sampling.max_sample_batches": 10,
+        "trainer.max_training_steps": 4,
+        "generator.n_samples_per_prompt": 2,
+        "trainer.micro_train_batch_size_per_gpu": 2,
+        "trainer.micro_forward_batch_size_per_gpu": 2,
+    }
+    whole = train("dynamic", **keys)
+    positions = [record.event.state["driver/data_position"] for record in whole if isinstance(record.event, StepDone)]
+    assert len(set(positions)) == len(positions) >= 3
+    kill = {"fault": "kill", "target": "driver", "at": "generate.begin", "step": 3, "nth": 2}
+    killed = train("dynamic-killed", (kill,), **keys | {"data.dataloader.num_workers": 2})
+    verdict = compare(whole, killed)
+    assert verdict.outcome == "identical", verdict.reasons
