@@ -27,7 +27,7 @@ class _Section(BaseModel):
 class Engines(_Section):
     """Standalone inference servers that the harness starts and that outlive a driver."""
 
-    count: int = Field(1, ge=1, description="servers; requests are spread over them")
+    count: int = Field(default=1, ge=1, description="servers; requests are spread over them")
     args: dict[str, Any] = Field(default_factory=dict, description="vLLM flags without dashes; true for a switch")
 
 
@@ -36,11 +36,11 @@ class RunConfig(_Section):
 
     run_dir: Path
     device: Literal["cpu", "gpu"] = "gpu"
-    ray_address: str = Field("local", description='"local" for a cluster of its own, else the address of one')
-    max_attempts: int = Field(20, ge=1, description="attempts of one `harness run` before it gives up")
+    ray_address: str = Field(default="local", description='"local" for a cluster of its own, else the address of one')
+    max_attempts: int = Field(default=20, ge=1, description="attempts of one `harness run` before it gives up")
     environments: dict[str, str] = Field(default_factory=dict, description="SkyRL-Gym id -> module:Class")
-    engines: Engines | None = Field(None, description="without it SkyRL starts its engines itself")
-    maze: MazeSpec | None = Field(None, description="the maze task and base model to build before the run")
+    engines: Engines | None = Field(default=None, description="without it SkyRL starts its engines itself")
+    maze: MazeSpec | None = Field(default=None, description="the maze task and base model to build before the run")
     skyrl: dict[str, Any]
 
     def skyrl_overrides(self, engine_urls: list[str]) -> dict[str, Any]:

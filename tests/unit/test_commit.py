@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_samples import Wrapper, late, save, without_fsync
 
 from checkpointing.canonical import canonical_json, digest
 from checkpointing.commit import (
@@ -24,6 +23,8 @@ from checkpointing.errors import CheckpointError, ConfigError, Fenced, FormatErr
 from checkpointing.manifest import get_manifest
 from checkpointing.records import seal
 from checkpointing.store import AlreadyExists, Promises, Store, open_store
+
+from .checkpoint_samples import Wrapper, late, save, without_fsync
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from checkpoint_samples import Crash, late, listen, sample, save, without_fsync
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -18,6 +17,8 @@ from checkpointing.errors import CheckpointError, Fenced
 from checkpointing.manifest import Manifest
 from checkpointing.phases import STORE_PHASES
 from checkpointing.store import Store, open_store
+
+from .checkpoint_samples import Crash, late, listen, sample, save, without_fsync
 
 
 class Interruption:

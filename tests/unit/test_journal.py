@@ -7,7 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from checkpoint_samples import without_fsync
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +23,8 @@ from checkpointing.events import (
     _Event,
 )
 from checkpointing.journal import Journal, Record, read_journal
+
+from .checkpoint_samples import without_fsync
 
 STARTED = AttemptStarted(pid=1, resumed_from=None, world_size=2)
 KILLED = AttemptEnded(exit_code=None, signal=9, reason="killed")

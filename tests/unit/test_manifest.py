@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_samples import sample, without_fsync
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -17,6 +16,8 @@ from checkpointing.errors import CorruptBlob, FormatError
 from checkpointing.manifest import Entry, Manifest, Shard, entry_digest, get_manifest, put_manifest
 from checkpointing.records import decode, encode
 from checkpointing.store import Store, open_store
+
+from .checkpoint_samples import sample, without_fsync
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text('aé\n"\\😀'),

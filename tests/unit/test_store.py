@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import Crash, listen
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from checkpointing.blobs import Blob, get_blob, put_blob, require_present
 from checkpointing.errors import ConfigError, CorruptBlob, FormatError, StoreError
 from checkpointing.store import AlreadyExists, KeyMissing, Store, check_key, open_store
+
+from .checkpoint_samples import Crash, listen
 
 Opener = Callable[[], Store]
 
