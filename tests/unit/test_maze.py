@@ -1,3 +1,4 @@
+import json
 import random
 
 import pytest
@@ -63,6 +64,8 @@ def test_the_mazes_of_a_seed_stay_what_they_were() -> None:
 def test_json_round_trip_is_canonical() -> None:
     for maze in MAZES:
         assert Maze.from_json(maze.to_json()) == maze
+        walls = json.loads(maze.to_json())["walls"]
+        assert walls == sorted(walls)
     one, same = (Maze(3, frozenset(walls), (0, 0), (2, 2)) for walls in ([(0, 1), (1, 1)], [(1, 1), (0, 1)]))
     assert one.to_json() == same.to_json() and one.digest() == same.digest()
     assert len({maze.digest() for maze in MAZES}) == len(set(MAZES))
