@@ -22,5 +22,5 @@ class MazeSpec(BaseModel):
 
     hidden_size: Annotated[int, Field(ge=64, multiple_of=64)] = 128
     layers: Positive = 5
-    warm_up_steps: Positive = 150
+    warm_up_steps: Positive = 120
     warm_up_batch: Positive = 64
