@@ -12,7 +12,8 @@ from harness.config import RunConfig
 def main() -> int:
     config, urls = RunConfig.model_validate_json(sys.argv[1]), json.loads(sys.argv[2])
     try:
-        from trainer.experiment import run_experiment, skyrl_config  # after the environment is known to be right
+        from trainer.experiment import run_experiment  # imports SkyRL, so after the config was read
+        from trainer.skyrl_config import skyrl_config
 
         cfg = skyrl_config(config.skyrl_overrides(urls))
         run_experiment(cfg, config.run_dir, config.ray_address, config.device, config.environments)

@@ -24,7 +24,8 @@ def main() -> None:
 
 
 def _run() -> int:
-    from trainer.experiment import run_experiment, skyrl_config
+    from trainer.experiment import run_experiment
+    from trainer.skyrl_config import skyrl_config
 
     try:
         cfg = skyrl_config([arg for arg in sys.argv[1:] if not arg.startswith("trainer.override_entrypoint=")])

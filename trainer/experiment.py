@@ -13,7 +13,6 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.dataset import PromptDataset
 from skyrl.train.entrypoints.main_base import BasePPOExp
-from skyrl.train.utils import validate_cfg
 from skyrl.train.utils.utils import prepare_runtime_environment
 
 from checkpointing.errors import ConfigError, HarnessError, WorkerLost
@@ -22,44 +21,10 @@ from checkpointing.phases import reached
 from trainer.data import dataset_fingerprint, planned_steps
 from trainer.determinism import environment, make_torch_deterministic
 from trainer.generation import seed_requests
-from trainer.identity import frozen_models
 from trainer.resumable import ResumableTrainer
 from trainer.run import open_run, topology
 
 FORWARDED = ("HARNESS_PHASE_LISTENER", "HARNESS_FAULT_PLAN", "HARNESS_ATTEMPT")
-
-
-def skyrl_config(overrides: dict[str, Any] | list[str]) -> SkyRLTrainConfig:
-    """Parse and validate with SkyRL's own code, then check what this harness does not support.
-
-    Raises:
-        ConfigError: with SkyRL's own words, or ours.
-    """
-    try:
-        cfg = SkyRLTrainConfig.from_cli_overrides(overrides)
-        validate_cfg(cfg)
-    except HarnessError:
-        raise
-    except Exception as error:  # SkyRL raises ValueError, AssertionError, TypeError and OmegaConf's own errors
-        raise ConfigError(f"skyrl: {str(error) or repr(error)}") from error
-    if cfg.trainer.strategy != "fsdp":
-        raise ConfigError(f"trainer.strategy={cfg.trainer.strategy}: only fsdp is supported")
-    if cfg.trainer.fully_async.enabled:
-        raise ConfigError("trainer.fully_async.enabled: the fully asynchronous trainer can't be resumed exactly yet")
-    if cfg.trainer.resume_mode == "from_path":
-        raise ConfigError("trainer.resume_mode=from_path: a run resumes from its own run directory; use latest or none")
-    if cfg.trainer.update_ref_every_epoch and cfg.trainer.policy.model.lora.rank > 0:
-        raise ConfigError(
-            "trainer.update_ref_every_epoch with LoRA: SkyRL 0.4.0 exports the adapter alone, which its reference "
-            "worker can't load; train all parameters (lora.rank=0) or keep the reference"
-        )
-    if cfg.trainer.ckpt_interval <= 0:
-        raise ConfigError("trainer.ckpt_interval must be at least 1: without checkpoints nothing can be resumed")
-    for source in cfg.data.train_data + (cfg.data.val_data or []):
-        if "." in Path(source).name and not Path(source).is_file():
-            raise ConfigError(f"data: no file {source}")
-    frozen_models(cfg)
-    return cfg
 
 
 class ResumableExperiment(BasePPOExp):

@@ -12,6 +12,7 @@ from harness.config import RunConfig
 
 def main() -> None:
     from trainer import experiment
+    from trainer.skyrl_config import skyrl_config
 
     def started(*_: object) -> None:
         raise RuntimeError("accepted: Ray would be started now")
@@ -20,7 +21,7 @@ def main() -> None:
     for line in sys.stdin:
         config = RunConfig.model_validate_json(line)
         try:
-            cfg = experiment.skyrl_config(config.skyrl_overrides(["http://127.0.0.1:1"]))
+            cfg = skyrl_config(config.skyrl_overrides(["http://127.0.0.1:1"]))
             experiment.ResumableExperiment(cfg, config.run_dir, "local", "cpu")
             said = "nothing to do"
         except HarnessError as error:

@@ -52,7 +52,8 @@ def main() -> None:
     from checkpointing.phases import reached
     from harness.config import RunConfig
     from trainer.checkpoint import restore, restore_late, save
-    from trainer.experiment import ResumableExperiment, skyrl_config
+    from trainer.experiment import ResumableExperiment
+    from trainer.skyrl_config import skyrl_config
     from trainer.state import STATE
 
     config, urls, left_out = RunConfig.model_validate_json(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])

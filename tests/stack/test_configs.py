@@ -39,7 +39,7 @@ def test_skyrl_accepts_the_six_gpu_config(tmp_path: Path) -> None:
     overrides = config.model_copy(update={"skyrl": merge(config.skyrl, here)}).skyrl_overrides([])
     code = (
         "import json, sys\n"
-        "from trainer.experiment import skyrl_config\n"
+        "from trainer.skyrl_config import skyrl_config\n"
         "from trainer.run import topology\n"
         "print('TOPOLOGY ' + json.dumps(topology(skyrl_config(json.loads(sys.argv[1])))))\n"
     )
