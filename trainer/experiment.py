@@ -1,5 +1,7 @@
 """From a SkyRL config to a finished run: check everything that costs nothing, then start Ray, build models, train."""
 
+import trainer.cpu  # noqa: F401  # isort: skip  # first: it answers for CUDA before SkyRL binds torch's names
+
 import asyncio
 import os
 import tempfile

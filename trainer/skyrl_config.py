@@ -1,5 +1,7 @@
 """SkyRL's configuration: parsed and validated by SkyRL, then held to what it does not check and we do not support."""
 
+import trainer.cpu  # noqa: F401  # isort: skip  # first: it answers for CUDA before SkyRL binds torch's names
+
 import dataclasses
 import typing
 from pathlib import Path
