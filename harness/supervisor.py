@@ -15,13 +15,16 @@ from chaos.plan import FaultPlan
 from chaos.witness import witness_fired
 from checkpointing.commit import newest_attempt
 from checkpointing.errors import AttemptsExhausted, ConfigError, HarnessError, WorkerLost
-from checkpointing.events import AttemptEnded, FaultWitnessed
+from checkpointing.events import AttemptEnded, FaultWitnessed, StepDone
 from checkpointing.journal import Journal, read_journal
 from checkpointing.store import open_store
 from harness.config import RunConfig
 from harness.engines import EnginePool
 from harness.processes import reap, spawn
 from trainer.determinism import environment
+
+MAX_STALLED = 5
+"""Attempts in a row without a step done: whatever kills them, another one will not help."""
 
 Watch = Callable[[], None]
 """Called about twice a second while an attempt runs."""
@@ -124,11 +127,21 @@ def supervise(config: RunConfig, engines: EnginePool, faults: Path | None = None
     """
     with _only_supervisor(config.run_dir):
         reap(_ledger(config))
+        stalled = 0
         for _ in range(config.max_attempts):
+            before = _last_step(config)
             reason = _attempt(config, engines, faults, watch)
             if reason is None:
                 return
+            stalled = 0 if _last_step(config) > before else stalled + 1
+            if stalled == MAX_STALLED:
+                raise AttemptsExhausted(f"{stalled} attempts in a row got no step further; the last: {reason}")
     raise AttemptsExhausted(f"{config.max_attempts} attempts did not complete the run; the last: {reason}")
+
+
+def _last_step(config: RunConfig) -> int:
+    events = [record.event for record in read_journal(config.run_dir)]
+    return max((event.step for event in events if isinstance(event, StepDone)), default=0)
 
 
 def _attempt(config: RunConfig, engines: EnginePool, faults: Path | None, watch: Watch) -> str | None:

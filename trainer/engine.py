@@ -31,6 +31,8 @@ def engine_command(model: str, port: int, lora_rank: int, dtype: str, device: st
         flags |= {"enable-lora": True, "max-lora-rank": max(8, lora_rank)}
     if device == "cpu":
         flags["worker-cls"] = "vllm.v1.worker.cpu_worker.CPUWorker"
+        # A prompt read in parts makes vLLM rewind the request's generator, which a CPU generator can't.
+        flags["no-enable-chunked-prefill"] = True
     flags |= DETERMINISTIC_ARGS | args
     command = [sys.executable, "-m", "skyrl.backends.skyrl_train.inference_servers.vllm_server_actor"]
     for name, value in flags.items():

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import ray
 import skyrl_gym
 from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
@@ -119,6 +120,8 @@ def _first_cause(error: Exception, trainer: ResumableTrainer | None) -> Exceptio
     cause = getattr(error, "cause", error)
     if isinstance(cause, HarnessError):
         return cause
+    if isinstance(error, aiohttp.ClientError):
+        return WorkerLost(f"an engine failed: {error}")
     dead = _dead_ranks(trainer) if trainer is not None and trainer.dispatch is not None else []
     if dead or isinstance(error, ray.exceptions.RayActorError):
         step = trainer.global_step if trainer is not None else 0

@@ -77,6 +77,13 @@ def test_attempts_are_limited(config: RunConfig, monkeypatch: pytest.MonkeyPatch
     assert endings(config) == [17, 17, 17]
 
 
+def test_attempts_that_get_nowhere_end_the_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    patient = config.model_copy(update={"max_attempts": 100})
+    with pytest.raises(AttemptsExhausted, match="5 attempts in a row got no step further"):
+        supervise(patient, monkeypatch, ",".join(["17"] * 100))
+    assert endings(config) == [17] * supervisor.MAX_STALLED
+
+
 def test_one_supervisor_a_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config.run_dir.mkdir()
     with (config.run_dir / "supervisor.lock").open("w") as lock:
