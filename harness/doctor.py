@@ -37,9 +37,8 @@ class Generation(NamedTuple):
 class Engine:
     """One engine, asked directly."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self.url, self.model = url, model
-        self.http = httpx.Client(timeout=300)
+    def __init__(self, url: str, model: str, http: httpx.Client) -> None:
+        self.url, self.model, self.http = url, model, http
 
     def _post(self, token_ids: Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
         body = {"model": self.model, "token_ids": list(token_ids), "sampling_params": sampling}
@@ -69,12 +68,13 @@ def _prompts(vocabulary: int) -> list[list[int]]:
 def examine_engine(url: str, model: str) -> dict[str, bool]:
     """{property: whether it held} for the engine at `url`, over REQUESTS prompts of different lengths."""
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-    engine, prompts = Engine(url, model), _prompts(vocabulary)
-    alone = [engine.generate(prompt, seed) for seed, prompt in enumerate(prompts)]
-    again = [engine.generate(prompt, seed) for seed, prompt in enumerate(prompts)]
-    with ThreadPoolExecutor(REQUESTS) as pool:
+    prompts = _prompts(vocabulary)
+    with httpx.Client(timeout=300) as http, ThreadPoolExecutor(REQUESTS) as pool:
+        engine = Engine(url, model, http)
+        alone = [engine.generate(prompt, seed) for seed, prompt in enumerate(prompts)]
+        again = [engine.generate(prompt, seed) for seed, prompt in enumerate(prompts)]
         together = list(pool.map(engine.generate, prompts, range(REQUESTS)))
-    prefill = [engine.score(prompt, drawn.tokens) for prompt, drawn in zip(prompts, alone, strict=True)]
+        prefill = [engine.score(prompt, drawn.tokens) for prompt, drawn in zip(prompts, alone, strict=True)]
     return {
         "repeatable: the same request twice": alone == again,
         f"independent of the batch: alone and among {REQUESTS}": alone == together,
