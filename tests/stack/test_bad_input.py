@@ -102,7 +102,7 @@ def test_what_a_driver_refuses(baseline: Any, configure: Callable[..., RunConfig
         (in_their_directory(**{"trainer.policy.optimizer_config.lr": 0.5}), RunMismatch, "another config"),
         (in_their_directory(**{"data.train_data": [str(other_data)]}), RunMismatch, "another dataset"),
         (in_their_directory(**{"trainer.policy.model.path": str(other_tokenizer)}), RunMismatch, "another tokenizer"),
-        (in_their_directory(**{"trainer.placement.policy_num_gpus_per_node": 4}), TopologyMismatch, "2 policy ranks"),
+        (in_their_directory(**{"trainer.placement.policy_num_gpus_per_node": 1}), TopologyMismatch, "2 policy ranks"),
     ]
     said = what_a_driver_says([config for config, _, _ in cases])
     for (_, kind, words), message in zip(cases, said, strict=True):
