@@ -102,6 +102,32 @@ def read_journal(run_dir: Path) -> list[Record]:
     return [record for _, record in sorted(ordered, key=lambda pair: pair[0])]
 
 
+class JournalFollower:
+    """Reads a growing journal piece by piece: each event once, at a cost that does not grow with the run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "journal"
+        self._read: dict[Path, tuple[int, int]] = {}  # {file: (bytes, lines) read so far}
+
+    def new(self) -> list[Record]:
+        """Events added since the last call, in order within each file. Raises like `read_journal`."""
+        added = []
+        for path in sorted(self._folder.glob("*.jsonl")):
+            match = _FILE_NAME.fullmatch(path.name)
+            if match is None:
+                continue
+            offset, seq = self._read.get(path, (0, 0))
+            with explained(f"read {path}"), path.open("rb") as file:
+                file.seek(offset)
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            for line in whole.split(b"\n")[:-1]:
+                added.append(_parse(line, f"{path}:{seq + 1}", (seq, int(match[2]), match[1])))
+                seq += 1
+            self._read[path] = (offset + len(whole), seq)
+        return added
+
+
 def _read_file(path: Path, writer: str, attempt: int) -> list[Record]:
     with explained(f"read {path}"):
         lines = path.read_bytes().split(b"\n")[:-1]

@@ -6,15 +6,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from checkpointing.events import AttemptStarted, RunStarted, StepDone
-from checkpointing.journal import read_journal
+from checkpointing.journal import JournalFollower
 
 
 class RunProgress:
     """Call `update` now and then; use as a context manager around a supervised run."""
 
     def __init__(self, run_dir: Path, console: Console, label: str) -> None:
-        self.run_dir = run_dir
-        self.label = label
+        self.journal = JournalFollower(run_dir)
+        self.planned = self.attempts = 0
         self.bar = Progress(
             TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[facts]}"), TimeElapsedColumn(),
             console=console,
@@ -30,15 +30,18 @@ class RunProgress:
         self.bar.stop()
 
     def update(self) -> None:
-        events = [record.event for record in read_journal(self.run_dir)]
-        planned = [event.planned_steps for event in events if isinstance(event, RunStarted)]
-        attempts = sum(isinstance(event, AttemptStarted) for event in events)
-        steps = [event for event in events if isinstance(event, StepDone)]
-        if not steps:
-            return
-        last = steps[-1]
-        reward = float.fromhex(last.scalars["reward/avg_raw_reward"])
-        loss = float.fromhex(last.scalars["policy_loss"])
-        facts = f"step {last.step}/{planned[0] if planned else '?'}  reward {reward:.3f}  loss {loss:+.4f}  "
-        facts += f"{last.seconds:.1f} s/step  attempt {attempts}"
-        self.bar.update(self.task, total=planned[0] if planned else None, completed=last.step, facts=facts)
+        for record in self.journal.new():
+            event = record.event
+            if isinstance(event, RunStarted):
+                self.planned = event.planned_steps
+                self.bar.update(self.task, total=self.planned)
+            elif isinstance(event, AttemptStarted):
+                self.attempts += 1
+            elif isinstance(event, StepDone):
+                self._show(event)
+
+    def _show(self, step: StepDone) -> None:
+        reward = float.fromhex(step.scalars["reward/avg_raw_reward"])
+        loss = float.fromhex(step.scalars["policy_loss"])
+        facts = f"step {step.step}/{self.planned}  reward {reward:.3f}  loss {loss:+.4f}  {step.seconds:.1f} s/step"
+        self.bar.update(self.task, completed=step.step, facts=f"{facts}  attempt {self.attempts}")

@@ -22,7 +22,7 @@ from checkpointing.events import (
     StepDone,
     _Event,
 )
-from checkpointing.journal import Journal, Record, read_journal
+from checkpointing.journal import Journal, JournalFollower, Record, read_journal
 
 from .checkpoint_samples import without_fsync
 
@@ -61,6 +61,25 @@ def events(run_dir: Path) -> list[Event]:
 
 def at(monkeypatch: pytest.MonkeyPatch, moment: float) -> None:
     monkeypatch.setattr("time.time", lambda: moment)
+
+
+def test_a_follower_sees_each_event_once_and_waits_for_whole_lines(tmp_path: Path) -> None:
+    follower = JournalFollower(tmp_path)
+    assert follower.new() == []
+    journal = Journal(tmp_path, "driver", 1)
+    journal.append(RunFinished(planned_steps=3, last_step=1))
+    journal.append(RunFinished(planned_steps=3, last_step=2))
+    assert follower.new() == read_journal(tmp_path)
+    assert follower.new() == []
+    path = tmp_path / "journal" / "driver-000001.jsonl"
+    whole = path.read_bytes()
+    journal.append(RunFinished(planned_steps=3, last_step=3))
+    journal.close()
+    longer = path.read_bytes()
+    path.write_bytes(longer[: len(whole) + 10])
+    assert follower.new() == []
+    path.write_bytes(longer)
+    assert follower.new() == read_journal(tmp_path)[2:]
 
 
 def test_what_is_appended_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
