@@ -12,8 +12,8 @@ from checkpointing.errors import ConfigError
 WEIGHTS = ("*.safetensors", "*.bin", "config.json", "generation_config.json")
 TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*")
 
-# Where things lie and how often they are looked at: a run may change these and stay the same run. The number of ranks is
-# held against each checkpoint instead (`open_run`), with an error of its own.
+# Where things lie and how often they are looked at: a run may change these and stay the same run. The number of ranks
+# is held against each checkpoint instead (`open_run`), with an error of its own.
 LOCATION_KEYS = {
     "trainer": ("ckpt_path", "export_path", "log_path", "logger", "project_name", "run_name", "tags", "resume_mode",
                 "resume_path", "ckpt_interval", "hf_save_interval", "max_ckpts_to_keep", "eval_interval",
