@@ -1,7 +1,7 @@
 """Training batches whose order is a pure function of (seed, epoch), so that a position is two integers.
 
-Used instead of torchdata's StatefulDataLoader (docs/decisions/0003-data-position.md): its state is opaque, differs with
-`num_workers`, and at an epoch's end makes the next epoch come out empty.
+Used instead of torchdata's StatefulDataLoader (docs/decisions/0001-derived-data-order.md): its state is opaque, differs
+with `num_workers`, and at an epoch's end makes the next epoch come out empty.
 """
 
 import hashlib

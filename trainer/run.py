@@ -103,7 +103,8 @@ def open_run(directory: Path, cfg: Any, dataset: str, planned_steps: int) -> Run
     store = open_store(store_url)
     mine = identity(cfg, dataset)
     run_id = _claim_directory(store, mine, cfg.trainer.seed)
-    resumed, rejected = newest_restorable(store) if cfg.trainer.resume_mode != "none" else (None, [])
+    anew = cfg.trainer.resume_mode in (None, "none")  # as SkyRL reads it
+    resumed, rejected = (None, []) if anew else newest_restorable(store)
     ranks = topology(cfg)
     if resumed and resumed[1].topology != ranks:
         raise TopologyMismatch(
