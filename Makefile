@@ -1,5 +1,7 @@
 PROFILE ?= cpu
 export PROFILE
+# Compiling torch, SkyRL and vLLM anew in each of many processes takes longer than the tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo train test test-unit check lock image clean
