@@ -14,7 +14,7 @@ import torch
 COMMON_ENV = {
     "PYTHONHASHSEED": "0",  # set and dict-of-str iteration order must not differ between attempts
     "TOKENIZERS_PARALLELISM": "false",  # no forked tokenizer threads next to Ray and gloo
-    "PYTHONDONTWRITEBYTECODE": "",  # not for bits but for time: compiling the imports anew costs each rank a minute
+    "PYTHONDONTWRITEBYTECODE": "",  # not for bits but for time: ranks would compile what they import each time
     "HF_HUB_OFFLINE": "1",  # a run must not depend on a hub: what it loads is named by digest
 }
 

@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from checkpointing.errors import HarnessError
 from trainer.determinism import environment
+from trainer.ending import end_process
 
 
 def main() -> None:
@@ -23,24 +23,16 @@ def main() -> None:
     os.execve(sys.executable, command, os.environ | environment(device))
 
 
-def _run() -> int:
+def _run() -> None:
     from trainer.experiment import run_experiment
     from trainer.skyrl_config import skyrl_config
 
-    try:
-        cfg = skyrl_config([arg for arg in sys.argv[1:] if not arg.startswith("trainer.override_entrypoint=")])
-        named = [pair.partition("=") for pair in os.environ.get("HARNESS_ENVIRONMENTS", "").split(",") if pair]
-        environments = {name: entry_point for name, _, entry_point in named}
-        address = os.environ.get("RAY_ADDRESS", "local")
-        run_experiment(cfg, Path(cfg.trainer.ckpt_path), address, os.environ["HARNESS_DEVICE"], environments)
-    except HarnessError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    return 0
+    cfg = skyrl_config([arg for arg in sys.argv[1:] if not arg.startswith("trainer.override_entrypoint=")])
+    named = [pair.partition("=") for pair in os.environ.get("HARNESS_ENVIRONMENTS", "").split(",") if pair]
+    environments = {name: entry_point for name, _, entry_point in named}
+    address = os.environ.get("RAY_ADDRESS", "local")
+    run_experiment(cfg, Path(cfg.trainer.ckpt_path), address, os.environ["HARNESS_DEVICE"], environments)
 
 
 if __name__ == "__main__":
-    code = _run()
-    sys.stdout.flush()
-    # SkyRL's client and Ray keep threads that hold the interpreter open after training is done.
-    os._exit(code)
+    end_process(_run)
