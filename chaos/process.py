@@ -7,6 +7,7 @@ clock is set, which is itself a fault that drills inject.
 import os
 from pathlib import Path
 
+import psutil
 from pydantic import BaseModel, ConfigDict
 
 
@@ -39,6 +40,25 @@ class ProcessId(BaseModel):
         if state in "ZX":
             return f"pid {self.pid} is dead and not yet reaped"
         return None
+
+    def is_stopped(self) -> bool:
+        """By a signal; it still exists and computes nothing."""
+        found = _stat(self.pid)
+        return found is not None and found[1] == self.start_ticks and found[0] in "Tt"
+
+    def send(self, signal: int) -> None:
+        """Nothing happens where it is gone: a later process with its pid is left alone."""
+        if self.what_became_of_it() is None:
+            os.kill(self.pid, signal)
+
+
+def loader_workers(driver: ProcessId) -> list[ProcessId]:
+    """Children that Python's `multiprocessing` has spawned, as torch's DataLoader does; oldest first."""
+    try:
+        children = psutil.Process(driver.pid).children()
+        return [ProcessId.of(child.pid) for child in children if "--multiprocessing-fork" in child.cmdline()]
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return []
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

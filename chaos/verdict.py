@@ -8,6 +8,10 @@ Every record of a step in one run, repetitions after a resume included, must equ
 other; so a run whose repetitions disagree can't be identical to anything. What a restore brought back must equal what
 the other run held at the end of that step. Both runs are treated alike: exchanging them does not change the outcome.
 A different number of planned steps needs no rule of its own: of two runs that ended, the shorter one lacks steps.
+
+After a run went on with other numbers of ranks (`topology.changed`), sums are taken in another order and ranks draw
+from other streams: of its steps since then only what does not depend on that is compared (`_ANY_TOPOLOGY`), unless the
+other run changed alike. That leaves the rest unproved, so the verdict is inconclusive at best, and says so.
 """
 
 import itertools
@@ -18,12 +22,21 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from checkpointing.errors import VERIFY_CANNOT_TELL, VERIFY_DIFFERENT
-from checkpointing.events import FaultWitnessed, RunFinished, RunStarted, StateRestored, StepDone
+from checkpointing.events import (
+    FaultWitnessed,
+    RunFinished,
+    RunStarted,
+    StateRestored,
+    StepDone,
+    TopologyChanged,
+)
 from checkpointing.journal import Record
 
 _DATA = ("prompts", "tokens", "logprobs", "rewards", "advantages")
 """Each is computed from those before it, so the first that differs is the cause."""
 _WHOLE_STEP = "step"
+_ANY_TOPOLOGY = frozenset({"epoch", "prompts", "driver/data_position", "driver/global_step"})
+"""What a step is the same in, whatever the number of ranks: which data it saw."""
 
 
 class Comparison(BaseModel):
@@ -65,6 +78,8 @@ class Verdict(BaseModel):
 
     outcome: Literal["identical", "different", "inconclusive"]
     reasons: tuple[str, ...] = ()
+    doubts: tuple[tuple[str, str], ...] = ()
+    """(name, text) of why equal records would prove nothing; the texts are among the reasons."""
     steps_compared: int = 0
     entries_compared: int = 0
     first_difference: Comparison | None = None
@@ -79,21 +94,29 @@ def compare(baseline: Sequence[Record], subject: Sequence[Record]) -> Verdict:
     """Compare two runs by their journals, given in the order they were written."""
     base, subj = _Run("baseline", baseline), _Run("subject", subject)
     if base.start and subj.start and base.start.run_id == subj.start.run_id:
-        return Verdict(outcome="inconclusive", reasons=(f"run {base.start.run_id} was compared with itself",))
+        itself = f"run {base.start.run_id} was compared with itself"
+        return Verdict(outcome="inconclusive", reasons=(itself,), doubts=(("itself", itself),))
 
-    compared = [comparison for step in sorted(base.done | subj.done) for comparison in _compare_step(step, base, subj)]
+    compared = list(_comparisons(base, subj))
     differences = [comparison for comparison in compared if comparison.differs]
     common = base.done & subj.done
     doubts = tuple(_doubts(base, subj, common))
+    texts = tuple(text for _, text in doubts)
     first = differences[0] if differences else None
     count = (f"{len(differences)} of {len(compared)} values differ",) if differences else ()
     return Verdict(
         outcome="different" if differences else "inconclusive" if doubts else "identical",
-        reasons=((str(first),) if first else ()) + count + doubts,
+        reasons=((str(first),) if first else ()) + count + texts,
+        doubts=doubts,
         steps_compared=len(common),
         entries_compared=len(compared),
         first_difference=first,
     )
+
+
+def comparisons(baseline: Sequence[Record], subject: Sequence[Record]) -> list[Comparison]:
+    """Every pair of values that `compare` looks at, in its order: by step, causes first."""
+    return list(_comparisons(_Run("baseline", baseline), _Run("subject", subject)))
 
 
 @dataclass(frozen=True)
@@ -106,14 +129,17 @@ class _Seen:
     """What led to the state, causes first; empty for a restore."""
     state: dict[str, str]
     tensors: dict[str, dict[str, str]]
+    topologies: tuple[TopologyChanged, ...]
+    """The changes that the run had been through by then."""
 
     @classmethod
-    def of(cls, attempt: int, event: StepDone | StateRestored) -> "_Seen":
+    def of(cls, attempt: int, event: StepDone | StateRestored, topologies: Sequence[TopologyChanged]) -> "_Seen":
+        changes = tuple(topologies)
         if isinstance(event, StateRestored):
-            return cls(attempt, True, (), event.entries, {})
+            return cls(attempt, True, (), event.entries, {}, changes)
         data = {name: event.data[name] for name in _DATA if name in event.data} | event.data
         scalars = {name: event.scalars[name] for name in sorted(event.scalars, key=_is_gradient)}
-        return cls(attempt, False, ({"epoch": str(event.epoch)}, data, scalars), event.state, event.tensors)
+        return cls(attempt, False, ({"epoch": str(event.epoch)}, data, scalars), event.state, event.tensors, changes)
 
 
 class _Run:
@@ -127,20 +153,30 @@ class _Run:
         self.done: set[int] = set()
         self.zero_advantages: dict[int, bool] = {}
         self.witnessed: set[int] = set()
+        self.topologies: list[TopologyChanged] = []
         for record in records:
             match record.event:
                 case RunStarted() as event:
                     self.start = self.start or event
                 case StepDone() as event:
                     self.done.add(event.step)
-                    self.seen.setdefault(event.step, []).append(_Seen.of(record.attempt, event))
+                    self.seen.setdefault(event.step, []).append(_Seen.of(record.attempt, event, self.topologies))
                     self.zero_advantages[event.step] = event.zero_advantages
                 case StateRestored() as event:
-                    self.seen.setdefault(event.step, []).append(_Seen.of(record.attempt, event))
+                    self.seen.setdefault(event.step, []).append(_Seen.of(record.attempt, event, self.topologies))
+                case TopologyChanged() as event:
+                    self.topologies.append(event)
                 case FaultWitnessed() as event:
                     self.witnessed.add(event.index)
                 case RunFinished():
                     self.ended = True
+
+    def changes_of_topology(self) -> Iterator[str]:
+        for change in self.topologies:
+            yield (
+                f"topology changed: the {self.name} went on from step {change.step} with {change.after} instead of "
+                f"{change.before}; up to there everything was compared, after it {', '.join(sorted(_ANY_TOPOLOGY))}"
+            )
 
     @property
     def last_step(self) -> int:
@@ -157,6 +193,11 @@ class _Run:
 def _is_gradient(scalar: str) -> bool:
     """Gradients follow from the losses, though the journal's alphabet puts them first."""
     return "grad" in scalar
+
+
+def _comparisons(base: _Run, subj: _Run) -> Iterator[Comparison]:
+    for step in sorted(base.done | subj.done):
+        yield from _compare_step(step, base, subj)
 
 
 def _compare_step(step: int, base: _Run, subj: _Run) -> Iterator[Comparison]:
@@ -184,10 +225,14 @@ def _compare_seen(step: int, left: _Seen, right: _Seen) -> Iterator[Comparison]:
             attempt=right.attempt,
         )
 
+    def comparable(*values: dict[str, str]) -> list[str]:
+        entries = list(values[0] | values[1])
+        return entries if left.topologies == right.topologies else [e for e in entries if e in _ANY_TOPOLOGY]
+
     for ours, theirs in zip(left.inputs, right.inputs, strict=False):  # a restore has none
-        for entry in ours | theirs:
+        for entry in comparable(ours, theirs):
             yield pair(entry, (ours.get(entry), theirs.get(entry)))
-    for entry in left.state | right.state:
+    for entry in comparable(left.state, right.state):
         tensor = _first_tensor(left.tensors.get(entry), right.tensors.get(entry))
         if tensor is None:
             yield pair(entry, (left.state.get(entry), right.state.get(entry)))
@@ -202,22 +247,26 @@ def _first_tensor(left: dict[str, str] | None, right: dict[str, str] | None) -> 
     return next((tensor for tensor in left | right if left.get(tensor) != right.get(tensor)), None)
 
 
-def _doubts(base: _Run, subj: _Run, common: set[int]) -> Iterator[str]:
-    """Why equal records would prove nothing."""
+def _doubts(base: _Run, subj: _Run, common: set[int]) -> Iterator[tuple[str, str]]:
+    """(name, text) of why equal records would prove nothing."""
     if not common:
-        yield "no step is in both runs: nothing was compared"
+        yield "nothing compared", "no step is in both runs: nothing was compared"
+    if base.topologies != subj.topologies:
+        for text in (*base.changes_of_topology(), *subj.changes_of_topology()):
+            yield "topology changed", text
     for run in (base, subj):
         if run.start is None:
-            yield f"the {run.name} has no run.started event: what was planned is unknown"
+            yield "no start", f"the {run.name} has no run.started event: what was planned is unknown"
             continue
         if run.last_step != run.start.planned_steps:
-            yield f"the {run.name} planned {run.start.planned_steps} steps, ran {run.last_step}"
+            yield "not done", f"the {run.name} planned {run.start.planned_steps} steps, ran {run.last_step}"
         if run.start.faults_planned > len(run.witnessed):
-            yield f"the {run.name} planned {run.start.faults_planned} faults, {len(run.witnessed)} were witnessed"
+            seen = f"{len(run.witnessed)} were witnessed"
+            yield "not witnessed", f"the {run.name} planned {run.start.faults_planned} faults, {seen}"
         if common and all(run.zero_advantages[step] for step in common):
-            yield f"all advantages of the {run.name} are zero: there was nothing to learn"
+            yield "nothing learned", f"all advantages of the {run.name} are zero: there was nothing to learn"
         if common and not _parameters_moved(run, common):
-            yield f"no parameter of the {run.name} moved"
+            yield "nothing moved", f"no parameter of the {run.name} moved"
 
 
 def _parameters_moved(run: _Run, steps: set[int]) -> bool:

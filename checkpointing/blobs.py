@@ -8,7 +8,8 @@ from pydantic import Field
 from checkpointing.canonical import digest
 from checkpointing.errors import CorruptBlob
 from checkpointing.records import Digest, Strict
-from checkpointing.store import KeyMissing, Store
+from checkpointing.store import Store
+from checkpointing.tiers import copies
 
 
 class Blob(Strict):
@@ -34,30 +35,38 @@ def put_blob(store: Store, data: Buffer) -> Blob:
 
 
 def get_blob(store: Store, blob: Blob) -> bytes:
-    """The bytes of `blob`, verified.
+    """The bytes of `blob`, verified; from another tier where one has lost or damaged them.
 
     Raises:
-        CorruptBlob: they are missing, or do not match; names the key.
+        CorruptBlob: no tier has them right; names the key, and what is wrong with it where.
     """
     return get_verified(store, blob.key, blob)
 
 
 def get_verified(store: Store, key: str, expected: Blob) -> bytes:
     """The bytes under `key`, which must be `expected`. Raises CorruptBlob."""
-    try:
-        data = store.get(key)
-    except KeyMissing as error:
-        raise CorruptBlob(f"{key} is missing: {error}") from error
-    if len(data) != expected.size:
-        raise CorruptBlob(f"{key} is damaged: {len(data)} bytes, {expected.size} expected")
-    if digest(data) != expected.digest:
-        raise CorruptBlob(f"{key} is damaged: its {len(data)} bytes have digest {digest(data)}")
-    return data
+    complaints = []
+    for copy in copies(store, key):
+        complaint = _complaint(copy.data, expected)
+        if complaint is None:
+            return copy.data
+        complaints.append(f"{complaint} ({copy.tier})" if copy.tier else complaint)
+    if complaints:
+        raise CorruptBlob(f"{key} is damaged: {'; '.join(complaints)}")
+    raise CorruptBlob(f"{key} is missing")
+
+
+def _complaint(data: Buffer, expected: Blob) -> str | None:
+    size = memoryview(data).nbytes
+    if size != expected.size:
+        return f"{size} bytes, {expected.size} expected"
+    found = digest(data)
+    return None if found == expected.digest else f"its {size} bytes have digest {found}"
 
 
 def require_present(store: Store, blob: Blob) -> None:
     """Check presence and size without reading the bytes. Raises CorruptBlob."""
     sizes = [item.size for item in store.list(blob.key) if item.key == blob.key]
-    if sizes != [blob.size]:
+    if blob.size not in sizes:
         found = f"{sizes[0]} bytes, {blob.size} expected" if sizes else "missing"
         raise CorruptBlob(f"{blob.key} is damaged: {found}")

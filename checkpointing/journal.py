@@ -7,6 +7,7 @@ A line counts once it ends in a newline; a last line without one was never ackno
 
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from pydantic_core import from_json
 
 from checkpointing.canonical import canonical_json
 from checkpointing.disk import explained, fsync_dir, make_folder, write_all
-from checkpointing.errors import FormatError
+from checkpointing.errors import FormatError, StoreError
 from checkpointing.events import AttemptEnded, Event
 
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
@@ -45,6 +46,7 @@ class Journal:
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"journal writer {writer!r} of attempt {attempt}: use a-z, 0-9 and '_'")
         self._path, self._writer, self._attempt = run_dir / "journal" / name, writer, attempt
+        self._lock = threading.Lock()  # a save commits in a thread of its own
         with explained(f"open {self._path}"):
             make_folder(self._path.parent)
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -58,24 +60,30 @@ class Journal:
         """Add one event, durably: when this returns it survives a power cut, if it raises it is not in the journal.
 
         Raises:
-            FormatError: a float of the event is NaN or infinite.
             StoreError: storage refused.
         """
-        place = {"seq": self._seq, "time": time.time(), "attempt": self._attempt, "writer": self._writer}
-        line = canonical_json(place | event.model_dump(mode="json")) + b"\n"
-        with explained(f"append to {self._path}"):
-            try:
-                write_all(self._fd, line)
-                os.fsync(self._fd)
-            except OSError:
-                # Half a line must not stay, or the next one would be glued to it. Shrinking needs no space.
-                os.ftruncate(self._fd, self._end)
-                raise
-        self._seq += 1
-        self._end += len(line)
+        with self._lock:
+            if self._fd < 0:  # its number may be another file's by now
+                raise StoreError(f"append to {self._path}: this journal is closed, its attempt is over")
+            place = {"seq": self._seq, "time": time.time(), "attempt": self._attempt, "writer": self._writer}
+            line = canonical_json(place | from_json(event.model_dump_json())) + b"\n"
+            with explained(f"append to {self._path}"):
+                try:
+                    write_all(self._fd, line)
+                    os.fsync(self._fd)
+                except OSError:
+                    # Half a line must not stay, or the next one would be glued to it. Shrinking needs no space.
+                    os.ftruncate(self._fd, self._end)
+                    raise
+            self._seq += 1
+            self._end += len(line)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """What a thread that comes later would add is an error of storage."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
 
 
 def read_journal(run_dir: Path) -> list[Record]:

@@ -104,7 +104,7 @@ def put_manifest(store: Store, manifest: Manifest) -> Blob:
     """Store `manifest` under its digest; returns what a commit has to name."""
     data = encode(manifest)
     blob = Blob.of(data)
-    store.put(_key(blob), data)
+    store.put(manifest_key(blob), data)
     return blob
 
 
@@ -115,8 +115,8 @@ def get_manifest(store: Store, blob: Blob) -> Manifest:
         CorruptBlob: it is missing or does not match its digest.
         FormatError: foreign, of a newer version, or not a valid manifest.
     """
-    return decode(Manifest, get_verified(store, _key(blob), blob), _key(blob))
+    return decode(Manifest, get_verified(store, manifest_key(blob), blob), manifest_key(blob))
 
 
-def _key(blob: Blob) -> str:
+def manifest_key(blob: Blob) -> str:
     return f"manifests/{blob.digest}.json"

@@ -1,6 +1,6 @@
 """How every record of a checkpoint is written and read: canonical JSON that names its format and version."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -9,7 +9,6 @@ from checkpointing.canonical import canonical_json, digest
 from checkpointing.errors import CorruptBlob, FormatError
 
 FORMAT = "harness-checkpoint"
-FORMAT_VERSION = 1
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -39,11 +38,9 @@ def decode[R: Record](kind: type[R], data: bytes, name: str) -> R:
         body = _json_object(data)
         if body.get("format") != FORMAT:
             raise FormatError(f"not a {FORMAT} record, its format is {body.get('format')!r}")
-        version = body.get("version")
-        if type(version) is not int or version > FORMAT_VERSION:  # `isinstance` would let `true` be version 1
-            raise FormatError(
-                f"format version {version}, this program reads up to {FORMAT_VERSION}; use the newer program"
-            )
+        version, newest = body.get("version"), max(get_args(kind.model_fields["version"].annotation))
+        if type(version) is not int or version > newest:  # `isinstance` would let `true` be version 1
+            raise FormatError(f"format version {version}, this program reads up to {newest}; use the newer program")
         return kind.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -13,7 +13,12 @@ from checkpointing.errors import AlreadyExists, ConfigError, FormatError, KeyMis
 
 __all__ = ["BACKENDS", "AlreadyExists", "Item", "KeyMissing", "Promises", "Store", "check_key", "is_part", "open_store"]
 
-BACKENDS = {"file": "checkpointing.stores.posix"}
+BACKENDS = {
+    "file": "checkpointing.stores.posix",
+    "fsspec": "checkpointing.stores.fsspec_store",
+    "memory": "checkpointing.stores.memory",
+    "s3": "checkpointing.stores.s3",
+}
 """{URL scheme: module with `from_url(url: str) -> Store`}; imported on use, as clients of object stores are heavy."""
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
@@ -84,18 +89,25 @@ def check_key(key: str) -> str:
     return key
 
 
-def open_store(url: str) -> Store:
-    """The store at `file:///abs/path`, or at a plain path. Nothing is written yet.
+def open_store(url: str, bandwidth: int | None = None, kms_key: str | None = None) -> Store:
+    """The store at `file:///abs/path`, a plain path, `memory://name`, `s3://bucket/prefix`, or `fsspec+protocol://...`
+    for any protocol that fsspec knows. Nothing is written yet.
 
-    Everything after `file://` is the path as it stands, `%`, `#` and `?` included.
+    What follows `file://` or `s3://bucket/` is the path as it stands, `%`, `#` and `?` included. For s3 only:
+    `bandwidth` bounds uploads to so many bytes per second; `kms_key` is the key of AWS KMS, by id or ARN, with which
+    the server is to encrypt what is stored.
 
     Raises:
         ConfigError: unknown scheme, or no usable path.
     """
     scheme, separator, _ = url.partition("://")
-    if not separator:
-        scheme = "file"
+    scheme = scheme.partition("+")[0] if separator else "file"
     if scheme not in BACKENDS:
         raise ConfigError(f"store {url!r}: unknown scheme {scheme!r}; use one of {', '.join(sorted(BACKENDS))}")
-    store: Store = importlib.import_module(BACKENDS[scheme]).from_url(url)
+    options = {"bandwidth": bandwidth, "kms_key": kms_key}
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and scheme != "s3":
+        raise ConfigError(f"store {url!r}: {' and '.join(given)} are for s3:// alone")
+    backend = importlib.import_module(BACKENDS[scheme])
+    store: Store = backend.from_url(url, **given)
     return store

@@ -31,7 +31,11 @@ def run_to_end(
 
 
 def run_config(path: Path, console: Console) -> None:
-    config = load_config(path, RunConfig)
+    start(load_config(path, RunConfig), console)
+
+
+def start(config: RunConfig, console: Console) -> None:
+    """Train to the end, or say that this has been done. Raises like `supervise`."""
     prepare(config, console)
     if any(isinstance(record.event, RunFinished) for record in read_journal(config.run_dir)):
         console.print(f"{config.run_dir}: already complete")

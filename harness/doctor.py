@@ -116,6 +116,9 @@ def examine(path: Path, console: Console) -> int:
         if promised
         else "Bit-identical resume can't be promised here: a difference need not be the harness's fault."
     )
-    could = "could" if prefill else "can NOT"
-    console.print(f"Unfinished generations {could} be continued from their last tokens (not built yet).")
+    console.print(
+        "Unfinished generations can go on after their last tokens: set engines.continuation."
+        if promised and prefill
+        else "Unfinished generations can NOT go on after their last tokens: leave engines.continuation off."
+    )
     return 0 if promised else VERIFY_CANNOT_TELL

@@ -2,29 +2,59 @@
 
 import os
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config import RunConfig, flatten
 from harness.processes import free_port, reap, spawn
 from trainer.determinism import environment
-from trainer.engine import engine_command, is_healthy
+from trainer.engine import START_SECONDS, can_generate, engine_command, is_healthy
+
+HEALTH_SECONDS = 5.0
+"""Between two health checks of an engine that has served."""
+
+ANSWER_SECONDS = 1.0
+"""Allowed for an answer to one: the supervisor waits for it, so many hung engines would make it blind to all else."""
+
+FRUITLESS = 3
+"""Starts of an engine in a row after which it never served: one more would not help."""
 
 
 @dataclass
 class Engine:
-    """One server process, where it listens, and whether it has ever answered."""
+    """One server process, where it listens, whether this process has ever answered, and when it last did (monotonic).
 
+    `fruitless`: starts since it last served, this one among them. `proven`: a process before it has served.
+    """
+
+    index: int
     process: subprocess.Popen[bytes]
     url: str
     log: Path
     ledger: Path
     served: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    asked: float = 0.0
+    fruitless: int = 1
+    proven: bool = False
 
     def end(self) -> None:
         """A killed server leaves its core and worker processes behind, over 1 GB each: end all of them."""
         reap(self.ledger)
         self.process.wait()
+
+    def what_is_wrong(self, now: float, silence: float) -> str | None:
+        """It has ended, did not come to serve, or has answered nothing for `silence` seconds; None if all is well."""
+        if (code := self.process.poll()) is not None:
+            return f"ended with {code}"
+        if now - self.asked >= HEALTH_SECONDS or not self.served:
+            self.asked = now
+            if is_healthy(self.url, ANSWER_SECONDS):
+                self.served, self.heard, self.fruitless = True, now, 0
+        if now - self.heard > (silence if self.served else START_SECONDS):
+            return f"answered nothing for {now - self.heard:.0f} s"
+        return None
 
 
 @dataclass
@@ -39,42 +69,85 @@ class EnginePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for engine in self.engines:
-            engine.end()
+        self.end_all()
 
     @property
     def urls(self) -> list[str]:
         return [engine.url for engine in self.engines]
 
+    @property
+    def log_paths(self) -> list[Path]:
+        return [self._log(index) for index in range(self.config.engines.count if self.config.engines else 0)]
+
+    @property
+    def can_restart_alone(self) -> bool:
+        """Whether an engine can be brought up to date while training goes on: see trainer/client.py."""
+        return bool(flatten(self.config.skyrl).get("trainer.policy.model.lora.rank", 0))
+
+    @property
+    def starting(self) -> bool:
+        """Whether one has not served yet since it was started."""
+        return not all(engine.served for engine in self.engines)
+
     def start_missing(self) -> None:
         """Start every engine that is not running. Returns at once: a server loads while the driver does the same."""
         wanted = self.config.engines.count if self.config.engines else 0
-        for engine in [engine for engine in self.engines if engine.process.poll() is not None]:
-            engine.end()
-            self.engines.remove(engine)
-        while len(self.engines) < wanted:
-            self.engines.append(self._start(len(self.engines)))
-
-    def lost(self) -> Engine | None:
-        """An engine whose process has ended, if there is one."""
         for engine in self.engines:
             if engine.process.poll() is not None:
-                return engine
-            engine.served = engine.served or is_healthy(engine.url)
+                self.restart(engine)
+        while len(self.engines) < wanted:
+            index = len(self.engines)
+            reap(self._ledger(index))  # what a supervisor that was killed has left behind
+            self.engines.append(self._start(index, f"http://127.0.0.1:{free_port()}"))
+
+    def restart(self, engine: Engine) -> None:
+        """End what is left of it and start it where it was. Returns at once."""
+        engine.end()
+        again = self._start(engine.index, engine.url)
+        again.fruitless, again.proven = engine.fruitless + 1, engine.served or engine.proven
+        self.engines[self.engines.index(engine)] = again
+
+    def end_silent(self) -> None:
+        """End those that have served and do not now: they run, and would keep the next attempt waiting."""
+        for engine in self.engines:
+            if engine.served and not (is_healthy(engine.url) and can_generate(engine.url, self._model)):
+                engine.end()
+
+    def end_all(self) -> None:
+        """`start_missing` replaces them."""
+        for engine in self.engines:
+            engine.end()
+
+    def wrong(self) -> tuple[Engine, str] | None:
+        """An engine that has ended or is silent, and how, if there is one."""
+        silence = self.config.supervision.engine_seconds
+        for engine in self.engines:
+            if wrong := engine.what_is_wrong(time.monotonic(), silence):
+                return engine, wrong
         return None
 
-    def _start(self, index: int) -> Engine:
+    @property
+    def _model(self) -> str:
+        return str(flatten(self.config.skyrl)["trainer.policy.model.path"])
+
+    def _log(self, index: int) -> Path:
+        return self.logs / f"engine-{index}.log"
+
+    def _ledger(self, index: int) -> Path:
+        return self.logs / f"engine-{index}.sessions"
+
+    def _start(self, index: int, url: str) -> Engine:
         assert self.config.engines is not None
-        skyrl, port = flatten(self.config.skyrl), free_port()
+        skyrl = flatten(self.config.skyrl)
         command = engine_command(
-            model=skyrl["trainer.policy.model.path"],
-            port=port,
+            model=self._model,
+            port=int(url.rpartition(":")[2]),
             lora_rank=skyrl.get("trainer.policy.model.lora.rank", 0),
             dtype=skyrl.get("generator.inference_engine.model_dtype", "bfloat16"),
             device=self.config.device,
             args=self.config.engines.args,
+            continuation=self.config.engines.continuation,
         )
-        log, ledger = self.logs / f"engine-{index}.log", self.logs / f"engine-{index}.sessions"
-        reap(ledger)  # what a supervisor that was killed has left behind
+        log, ledger = self._log(index), self._ledger(index)
         process = spawn(command, os.environ | environment(self.config.device), log, ledger)
-        return Engine(process, f"http://127.0.0.1:{port}", log, ledger)
+        return Engine(index, process, url, log, ledger)

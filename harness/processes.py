@@ -13,10 +13,12 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def _die_with_parent() -> None:
@@ -51,6 +53,11 @@ def spawn(command: Sequence[str], env: Mapping[str, str], log: Path, ledger: Pat
     return process
 
 
+def scratch_of(ledger: Path) -> Path:
+    """Where the session that the ledger knows last has its temporary files, until `reap`."""
+    return Path(json.loads(ledger.read_text().splitlines()[-1])["scratch"])
+
+
 def _members(session: int, started: float) -> list[psutil.Process]:
     """Living processes of a session. A session whose leader is another process than recorded is not ours: [].
 
@@ -69,18 +76,19 @@ def _members(session: int, started: float) -> list[psutil.Process]:
     return members
 
 
-def reap(ledger: Path) -> list[str]:
-    """SIGKILL every member of every session in the ledger, wait until they are gone, remove their
-    temporary files, and empty the ledger.
+def reap(ledger: Path, look: Callable[[], None] = lambda: None) -> list[str]:
+    """SIGKILL every member of every session in the ledger, wait until they are gone, `look` once more, remove their
+    temporary files and shared memory, and empty the ledger.
 
     Returns what was ended, as "pid name".
     """
     if not ledger.exists():
         return []
-    ended = []
-    for line in ledger.read_text().splitlines():
-        record = json.loads(line)
+    ended, shared = [], set[int]()
+    records = [json.loads(line) for line in ledger.read_text().splitlines()]
+    for record in records:
         while members := _members(record["session"], record["started"]):
+            shared |= {inode for process in members for inode in _mapped(process)}
             for process in members:
                 try:
                     ended.append(f"{process.pid} {process.name()}")
@@ -88,9 +96,27 @@ def reap(ledger: Path) -> list[str]:
                 except psutil.NoSuchProcess:
                     continue
             psutil.wait_procs(members, timeout=10)
+    look()
+    for record in records:
         shutil.rmtree(record["scratch"], ignore_errors=True)
+    for entry in os.scandir(SHARED_MEMORY):
+        if entry.inode() in shared and entry.is_file(follow_symlinks=False):
+            Path(entry.path).unlink(missing_ok=True)
     ledger.unlink()
     return ended
+
+
+def _mapped(process: psutil.Process) -> set[int]:
+    """Inodes of the shared memory that `process` has mapped. By inode, since semaphores are mapped under other names.
+
+    Who is killed can't unlink its own: an engine of vLLM leaves a queue of up to 160 MiB, and semaphores.
+    """
+    try:
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return set()  # gone
+    fields = [line.split(maxsplit=5) for line in lines]
+    return {int(of[4]) for of in fields if len(of) == 6 and of[5].startswith(f"{SHARED_MEMORY}/")}
 
 
 def free_port() -> int:

@@ -1,41 +1,70 @@
-"""Start an attempt, watch it end, clean up after it, start the next one from the newest commit."""
+"""Start an attempt, watch it, clean up after it, and start the next one from the newest commit until the run is done.
 
-import fcntl
+Whether another attempt is due is `policy.py`, what counts as a hang is `deadlines.py`.
+"""
+
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 from chaos.plan import FaultPlan
 from chaos.witness import witness_fired
 from checkpointing.commit import newest_attempt
-from checkpointing.errors import AttemptsExhausted, ConfigError, HarnessError, WorkerLost
-from checkpointing.events import AttemptEnded, FaultWitnessed, StepDone
-from checkpointing.journal import Journal, read_journal
-from checkpointing.store import open_store
+from checkpointing.errors import CheckpointError, ConfigError, HarnessError, NonFinite, Preempted, WorkerLost
+from checkpointing.events import AttemptEnded, DiskLow, EngineLost, Event, FaultWitnessed, HangDetected, RunStopped
+from checkpointing.history import valid_commits
+from checkpointing.journal import Journal, Record, read_journal
+from checkpointing.progress import progress_path
+from checkpointing.trace import TRACE_VARIABLE, trace_folder
 from harness.config import RunConfig
-from harness.engines import EnginePool
-from harness.processes import reap, spawn
+from harness.deadlines import Deadlines
+from harness.ending import as_error, first_dead, last_lines, last_words, oom_kills, says_error
+from harness.engines import FRUITLESS, EnginePool
+from harness.exporter import Exporter
+from harness.logs import LogStream
+from harness.policy import engines_lost, engines_to_blame, failures, next_attempt
+from harness.processes import reap, scratch_of, spawn
+from harness.runs import CONFIG_KEY, is_recorded, leave_config, leave_tiers, only_supervisor
+from harness.stopping import StopRequest
 from trainer.determinism import environment
+from trainer.own_cluster import own_cluster
 
-MAX_STALLED = 5
-"""Attempts in a row without a step done: whatever kills them, another one will not help."""
+LOOK_SECONDS = 0.5
+
+HEAD_SECONDS = 20
+"""After so long without its head Ray ends a driver and its ranks, where the head is ours; else after its own 60. Not
+within the time of grace: a signal to everybody ends the head at once, and the driver has something to save yet."""
+
+LISTENER = "chaos.agent:listen"
+"""What hears the phases of a run that is to meet faults."""
 
 Watch = Callable[[], None]
 """Called about twice a second while an attempt runs."""
 
 
 def _start_driver(
-    config: RunConfig, engine_urls: list[str], attempt: int, faults: Path | None
+    config: RunConfig, engine_urls: list[str], attempt: int, faults: Path | None, unusable: dict[str, str]
 ) -> subprocess.Popen[bytes]:
+    """`unusable`: {commit that is not to be resumed from: why}."""
     env = os.environ | environment(config.device) | {"HARNESS_ATTEMPT": str(attempt)}
+    env |= {"HARNESS_PROGRESS": str(progress_path(config.run_dir, attempt).resolve())}
+    env |= {"HARNESS_UNUSABLE": json.dumps(unusable)}
+    if config.ray_address == "local":
+        env |= own_cluster()
+        seconds = math.ceil(max(HEAD_SECONDS, config.supervision.grace_seconds))
+        env.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(seconds))
     if faults is not None:
-        env |= {"HARNESS_PHASE_LISTENER": "chaos.agent:listen", "HARNESS_FAULT_PLAN": str(faults.resolve())}
+        env |= {"HARNESS_PHASE_LISTENER": LISTENER, "HARNESS_FAULT_PLAN": str(faults.resolve())}
+        env[TRACE_VARIABLE] = str(trace_folder(config.run_dir).resolve())
         env["HARNESS_FAULTS_PLANNED"] = str(len(FaultPlan.load(faults).faults))
     command = [sys.executable, "-m", "harness.driver", config.model_dump_json(), json.dumps(engine_urls)]
     return spawn(command, env, _log(config, attempt), _ledger(config))
@@ -49,72 +78,12 @@ def _ledger(config: RunConfig) -> Path:
     return config.run_dir / "logs" / "driver.sessions"
 
 
-def _wait(driver: subprocess.Popen[bytes], engines: EnginePool, watch: Watch) -> str | None:
-    """Until the driver ends, or an engine does and the driver is ended with it. Returns what was lost, None if nothing.
-
-    Raises:
-        ConfigError: an engine ended before it ever served; starting it again would not change that.
-    """
-    while driver.poll() is None:
-        watch()
-        engine = engines.lost()
-        if engine is not None:
-            driver.kill()
-            driver.wait()
-            if not engine.served:
-                raise ConfigError(f"an engine ended with {engine.process.returncode} while starting, see {engine.log}")
-            return f"engine ended with {engine.process.returncode}, see {engine.log}"
-        time.sleep(0.5)
-    watch()
-    return None
-
-
-def _last_words(log: Path) -> str:
-    """The error line that `harness.driver` ends with, for the journal."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error:")]
-    return (errors or lines or ["no output"])[-1][:500]
-
-
-def _journal_end(config: RunConfig, attempt: int, code: int, lost: str | None, journal: Journal) -> str:
-    """Record how the attempt ended and which planned faults were seen to have happened; returns the reason."""
-    if code < 0:
-        reason = lost or f"killed by {signal.Signals(-code).name}"
-        ended = AttemptEnded(exit_code=None, signal=-code, reason=reason)
-    else:
-        reason = "complete" if code == 0 else _last_words(_log(config, attempt))
-        ended = AttemptEnded(exit_code=code, signal=None, reason=reason)
-    journal.append(ended)
-    return reason
-
-
-def _witness(config: RunConfig, faults: Path, journal: Journal) -> None:
-    seen = {r.event.index for r in read_journal(config.run_dir) if isinstance(r.event, FaultWitnessed)}
-    for event in witness_fired(faults.parent, seen):
-        journal.append(event)
-
-
-@contextmanager
-def _only_supervisor(directory: Path) -> Iterator[None]:
-    """Hold the run directory's lock; the kernel drops it when this process ends, however it ends.
-
-    Raises:
-        ConfigError: another `harness run` works on the directory: it would end our driver, and we its.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "supervisor.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"{directory}: another `harness run` is working on this run; stop it first") from error
-        yield
-
-
 def supervise(config: RunConfig, engines: EnginePool, faults: Path | None = None, watch: Watch = lambda: None) -> None:
     """Run attempts until the run is complete.
 
-    A driver that was killed, or that ended because a rank or engine died, is followed by the next attempt. Every other
-    error is the user's to see at once: trying again would not change it.
+    A driver that was killed or hung, or that ended because a rank or engine died, is followed by the next attempt as
+    long as `policy.next_attempt` says so. Every other error is the user's to see at once: trying again would not change
+    it. SIGTERM, Ctrl-C and `harness stop` end the attempt within `supervision.grace_seconds`.
 
     Args:
         config: the run.
@@ -123,55 +92,250 @@ def supervise(config: RunConfig, engines: EnginePool, faults: Path | None = None
         watch: called while an attempt runs, to show progress.
 
     Raises:
-        HarnessError: the attempt's own error, or `AttemptsExhausted`.
+        Preempted: asked to stop before the run was complete.
+        HarnessError: the attempt's own error, or why `policy.next_attempt` gave up.
     """
-    with _only_supervisor(config.run_dir):
+    with (
+        only_supervisor(config.run_dir),
+        StopRequest(config.run_dir, config.supervision.grace_seconds) as stop,
+        Exporter(config, stop) as exporter,
+    ):
+        leave_tiers(config.run_dir, config.checkpoints)
+
+        def look() -> None:
+            exporter.look()
+            watch()
+
+        supervisor = _Supervisor(config, engines, faults, look, stop)
+        if supervisor.is_first and not (config.run_dir / CONFIG_KEY).exists():
+            leave_config(config.run_dir, config)
         reap(_ledger(config))
-        stalled = 0
-        for _ in range(config.max_attempts):
-            before = _last_step(config)
-            reason = _attempt(config, engines, faults, watch)
-            if reason is None:
-                return
-            stalled = 0 if _last_step(config) > before else stalled + 1
-            if stalled == MAX_STALLED:
-                raise AttemptsExhausted(f"{stalled} attempts in a row got no step further; the last: {reason}")
-    raise AttemptsExhausted(f"{config.max_attempts} attempts did not complete the run; the last: {reason}")
+        supervisor.run()
 
 
-def _last_step(config: RunConfig) -> int:
-    events = [record.event for record in read_journal(config.run_dir)]
-    return max((event.step for event in events if isinstance(event, StepDone)), default=0)
+def _why(code: int, words: str, silent: bool) -> str:
+    """A driver ended by itself with `code` (or minus a signal) after `words`."""
+    if silent:
+        return f"ended with {code} and said nothing: Ray ends a driver that has lost its head"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return "complete" if code == 0 else words
 
 
-def _attempt(config: RunConfig, engines: EnginePool, faults: Path | None, watch: Watch) -> str | None:
-    """One attempt from start to end. Returns None if the run is complete, else why another attempt is due.
+class _Lost(NamedTuple):
+    """Why an attempt is ended from outside, and the log of what went wrong first. `error`: why there is no other.
+    `engine`: the one that was lost, if one was."""
 
-    Raises:
-        HarnessError: trying again would not change it.
-    """
-    store = open_store(f"file://{config.run_dir.resolve() / 'store'}")
-    engines.start_missing()
-    attempt = newest_attempt(store) + 1
-    driver = _start_driver(config, engines.urls, attempt, faults)
-    try:
-        lost = _wait(driver, engines, watch)
-    finally:
-        driver.kill()
-        code = driver.wait()
-        reap(_ledger(config))
-    if newest_attempt(store) < attempt and code >= 0:
-        raise _as_error(code, _last_words(_log(config, attempt)))
-    with closing(Journal(config.run_dir, "supervisor", attempt)) as journal:
-        reason = _journal_end(config, attempt, code, lost, journal)
-        if faults is not None:
-            _witness(config, faults, journal)
-    if code > 0 and code != WorkerLost.exit_code:
-        raise _as_error(code, reason)
-    return None if code == 0 else reason
+    reason: str
+    log: Path
+    error: HarnessError | None = None
+    engine: int | None = None
 
 
-def _as_error(code: int, reason: str) -> HarnessError:
-    """The error class with this exit code, carrying the attempt's own words."""
-    kinds: list[type[HarnessError]] = [kind for kind in HarnessError.__subclasses__() if kind.exit_code == code]
-    return (kinds or [HarnessError])[0](reason.removeprefix("error: "))
+class _Supervisor:
+    def __init__(
+        self, config: RunConfig, engines: EnginePool, faults: Path | None, watch: Watch, stop: StopRequest
+    ) -> None:
+        self._config, self._engines, self._faults, self._watch, self._stop = config, engines, faults, watch, stop
+        self._tiers = config.checkpoints.open(config.run_dir)
+        self._deadlines = Deadlines(config.supervision)
+        self._logs = LogStream(config.run_dir / "logs", engines.log_paths, _ledger(config))
+        self._said_disk_low = False
+        self._seen: set[int] | None = None
+        """Planned faults that the journal says were witnessed, once it was read."""
+        self._found = self._newest()
+        self._ours = False
+        """Something was said in the journal, or is to be. See `_is_ours`."""
+        self._untold: list[Record] = []
+        """Attempts that were killed before they could see whose the directory is: its journal can't be told."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no attempt has ever claimed the directory."""
+        return self._found == 0
+
+    def run(self) -> None:
+        try:
+            while not self._one_more():
+                pass
+        except HarnessError as error:
+            if self._ours:
+                # After all that was said, also of attempts that died before they had a number.
+                last = max((record.attempt for record in read_journal(self._config.run_dir)), default=0)
+                self._say(last, RunStopped(exit_code=error.exit_code, reason=str(error)))
+            raise
+
+    def _one_more(self) -> bool:
+        """One attempt, if one is due. True if the run is complete. Raises like `supervise`."""
+        failed = failures(read_journal(self._config.run_dir) + self._untold)
+        try:
+            again = next_attempt(failed, self._config.supervision, time.time())
+        except HarnessError:
+            # Else a supervisor that was killed before it could say so would keep the run from starting.
+            self._ours |= not self._untold
+            raise
+        self._stop.sleep(again.wait)
+        if self._stop.asked:
+            raise Preempted("stopped as asked, between two attempts; start it again to go on")
+        newest = next(iter(valid_commits(self._tiers)), None) if again.instead else None
+        unusable = {newest.key: str(again.instead)} if newest else {}
+        try:
+            code, reason = self._attempt(unusable)
+        except CheckpointError as error:
+            if again.instead and unusable:
+                self._ours = True  # as above: this run's journal has led here
+                raise type(again.instead)(f"{again.instead}; and there is no older checkpoint: {error}") from error
+            raise
+        if code != 0 and self._stop.asked:
+            raise Preempted(f"stopped as asked ({reason.removeprefix('error: ')}); start it again to go on")
+        return code == 0
+
+    def _attempt(self, unusable: dict[str, str]) -> tuple[int, str]:
+        """One attempt from start to end: (its exit code, or minus the signal that ended it; why it ended).
+
+        Raises:
+            HarnessError: trying again would not change it.
+        """
+        config, before = self._config, self._newest()
+        self._engines.start_missing()
+        attempt, kills = before + 1, oom_kills()
+        progress_path(config.run_dir, attempt).unlink(missing_ok=True)
+        self._deadlines.begin(progress_path(config.run_dir, attempt), time.monotonic())
+        self._logs.begin(attempt)
+        log = _log(config, attempt)
+        old = log.stat().st_size if log.exists() else 0  # of one that died before it had this number
+        driver = _start_driver(config, self._engines.urls, attempt, self._faults, unusable)
+        try:
+            lost = self._wait(driver, attempt)
+            lines = last_lines(lost.log if lost else first_dead(last_words(log), log, scratch_of(_ledger(config))))
+        finally:
+            driver.kill()
+            code = driver.wait()
+            reap(_ledger(config), self._logs.end)
+        newest = self._newest()
+        silent = code == HarnessError.exit_code and not says_error(log, old)
+        error = lost.error if lost else None
+        if newest == before and code >= 0 and not silent:
+            raise error or as_error(code, last_words(log))
+        if newest > before:
+            leave_config(config.run_dir, config)
+        kills = max(oom_kills() - kills, 0)
+        reason = lost.reason if lost and code < 0 else _why(code, last_words(log), silent)
+        if kills and code != 0:
+            reason = f"the kernel killed {kills} processes for want of memory: {reason}"
+        # A driver whose ranks had to fall back to an older commit has become a further attempt.
+        engine = lost.engine if lost and code < 0 else None
+        self._journal_end(max(newest, attempt), code, reason, lines, kills, engine)
+        if code != 0:
+            self._engines.end_silent()
+        if code != 0 and engines_to_blame(read_journal(config.run_dir), attempt):
+            self._engines.end_all()
+        if error:
+            raise error
+        if code > 0 and not silent and code not in (WorkerLost.exit_code, NonFinite.exit_code, Preempted.exit_code):
+            raise as_error(code, reason)
+        return code, reason
+
+    def _journal_end(
+        self, attempt: int, code: int, reason: str, lines: list[str], kills: int, engine: int | None
+    ) -> None:
+        """Record how the attempt ended and which planned faults were seen to have happened."""
+        place = self._deadlines.place
+        ended = AttemptEnded(
+            exit_code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            reason=reason,
+            step=place.step if place else None,
+            phase=place.phase if place else None,
+            last_lines=lines if code != 0 else [],
+            oom_kills=kills,
+            engine=engine,
+        )
+        told = self._is_ours()
+        self._untold = [] if told else [*self._untold, Record(0, time.time(), attempt, "supervisor", ended)]
+        self._say(attempt, ended, *self._witnessed())
+
+    def _wait(self, driver: subprocess.Popen[bytes], attempt: int) -> _Lost | None:
+        """Until the driver ends, or is ended because of something else, which is returned."""
+        log, told = _log(self._config, attempt), False
+        while driver.poll() is None:
+            self._watch()
+            self._logs.look()
+            self._look_at_disk(attempt)
+            if witnessed := self._witnessed():  # at once: a driver that rebuilds ranks soon is another attempt
+                self._say(max(self._newest(), attempt), *witnessed)
+            if self._stop.over:
+                return _Lost("not done when its time of grace was over", log)
+            if self._stop.asked and not told:
+                driver.send_signal(signal.SIGTERM)
+                told = True
+            # Engines may have been told to stop as well, and what is told waits for what it has begun.
+            lost = None if told else self._engine_lost() or self._hang(attempt, log)
+            if lost:
+                return lost
+            time.sleep(LOOK_SECONDS)
+        self._watch()
+        self._deadlines.check(time.monotonic())
+        return None
+
+    def _engine_lost(self) -> _Lost | None:
+        """Start an engine that was lost anew, while the attempt goes on, if that can help; else what ends it."""
+        found = self._engines.wrong()
+        if found is None:
+            return None
+        (engine, wrong), code = found, found[0].process.returncode
+        reason = f"engine {engine.index} {wrong}, see {engine.log}"
+        if not (engine.served or engine.proven) and (code or 0) > 0:
+            reason = f"while starting, {reason}"
+            return _Lost(reason, engine.log, ConfigError(reason), engine.index)
+        lost = engines_lost(read_journal(self._config.run_dir), time.time())
+        hopeless = engine.fruitless >= FRUITLESS or lost >= self._config.supervision.restarts_per_hour
+        if hopeless or not self._engines.can_restart_alone:
+            return _Lost(reason, engine.log, engine=engine.index)
+        url, lines = self._engines.urls[engine.index], last_lines(engine.log)
+        said = EngineLost(engine=engine.index, url=url, exit_code=code, reason=reason, last_lines=lines)
+        self._say(self._newest(), said)
+        self._engines.restart(engine)
+        return None
+
+    def _hang(self, attempt: int, log: Path) -> _Lost | None:
+        overdue = self._deadlines.check(time.monotonic(), self._engines.starting)
+        if overdue is None:
+            return None
+        self._say(max(self._newest(), attempt), HangDetected(**overdue._asdict(), last_lines=last_lines(log)))
+        return _Lost(f"hang: {overdue}", log)
+
+    def _look_at_disk(self, attempt: int) -> None:
+        limit, free = self._config.supervision.disk_low_bytes, shutil.disk_usage(self._config.run_dir).free
+        # Not before the attempt has claimed the directory: it may turn out to be another run's.
+        if free < limit and not self._said_disk_low and (newest := self._newest()) >= attempt:
+            self._said_disk_low = True
+            self._say(newest, DiskLow(free_bytes=free, limit_bytes=limit))
+
+    def _witnessed(self) -> list[FaultWitnessed]:
+        """Planned faults that have been seen to have happened since this was last asked."""
+        if self._faults is None:
+            return []
+        if self._seen is None:
+            events = [record.event for record in read_journal(self._config.run_dir)]
+            self._seen = {event.index for event in events if isinstance(event, FaultWitnessed)}
+        witnessed = witness_fired(self._faults.parent, self._seen)
+        self._seen |= {event.index for event in witnessed}
+        return witnessed
+
+    def _newest(self) -> int:
+        return newest_attempt(self._tiers.primary.store)
+
+    def _is_ours(self) -> bool:
+        """Whether the directory is known to be this run's: its drivers know, and say so by claiming it. Before they
+        do, it is if nobody has claimed it yet, or the run that did was last started with this config."""
+        self._ours = self._ours or self.is_first or is_recorded(self._config) or self._newest() > self._found
+        return self._ours
+
+    def _say(self, attempt: int, *events: Event) -> None:
+        """Unless the journal may be another run's, which is not to be touched."""
+        if not self._is_ours():
+            return
+        with closing(Journal(self._config.run_dir, "supervisor", attempt)) as journal:
+            for event in events:
+                journal.append(event)

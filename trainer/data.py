@@ -4,6 +4,7 @@ Used instead of torchdata's StatefulDataLoader (docs/decisions/0001-derived-data
 with `num_workers`, and at an epoch's end makes the next epoch come out empty.
 """
 
+import atexit
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from checkpointing.canonical import canonical_json, digest
 from checkpointing.errors import CheckpointError
+from trainer.stopping import ignore_sigterm
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
@@ -64,7 +66,19 @@ class EpochLoader:
             # Ray runs threads and gRPC in this process: forking it may deadlock.
             multiprocessing_context="spawn" if num_workers else None,
             generator=self._generator,
+            worker_init_fn=ignore_sigterm,  # one that dies of it would take the driver along
         )
+
+        if num_workers:
+            # torch would end them by SIGTERM, and wait for ever.
+            atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the loader's worker processes."""
+        atexit.unregister(self.close)
+        workers: Any = self._loader._iterator
+        if workers is not None:
+            workers._shutdown_workers()
 
     def __len__(self) -> int:
         """Batches in a full epoch."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from checkpointing.errors import HarnessError
+from checkpointing.redaction import redacted
 
 
 def end_process(work: Callable[[], None]) -> NoReturn:
@@ -15,11 +16,10 @@ def end_process(work: Callable[[], None]) -> NoReturn:
     try:
         work()
     except HarnessError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redacted(f"error: {error}"), file=sys.stderr)
         code = error.exit_code
     except Exception as error:
-        traceback.print_exc()
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        print(redacted(f"{traceback.format_exc()}error: {type(error).__name__}: {error}"), file=sys.stderr)
         code = HarnessError.exit_code
     sys.stdout.flush()
     sys.stderr.flush()

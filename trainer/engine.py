@@ -1,5 +1,6 @@
 """How one standalone inference server is started: SkyRL's own vLLM server, outside Ray so that it outlives a driver."""
 
+import json
 import sys
 import time
 import urllib.error
@@ -9,6 +10,7 @@ from typing import Any
 from checkpointing.errors import WorkerLost
 
 START_SECONDS = 600.0
+GENERATE_SECONDS = 60.0
 
 # Settings that change what is computed from one start to the next, or that hide which weights served a request.
 DETERMINISTIC_ARGS = {
@@ -18,8 +20,13 @@ DETERMINISTIC_ARGS = {
 }
 
 
-def engine_command(model: str, port: int, lora_rank: int, dtype: str, device: str, args: dict[str, Any]) -> list[str]:
-    """The command of a server on 127.0.0.1:`port`. `args` are vLLM's own flags without dashes, True for a switch."""
+def engine_command(
+    model: str, port: int, lora_rank: int, dtype: str, device: str, args: dict[str, Any], continuation: bool = False
+) -> list[str]:
+    """The command of a server on 127.0.0.1:`port`. `args` are vLLM's own flags without dashes, True for a switch.
+
+    With `continuation` it samples by position (sampling.py).
+    """
     flags: dict[str, Any] = {
         "model": model,
         "served-model-name": model,
@@ -33,6 +40,8 @@ def engine_command(model: str, port: int, lora_rank: int, dtype: str, device: st
         flags["worker-cls"] = "vllm.v1.worker.cpu_worker.CPUWorker"
         # A prompt read in parts makes vLLM rewind the request's generator, which a CPU generator can't.
         flags["no-enable-chunked-prefill"] = True
+    if continuation:
+        flags["logits-processors"] = "trainer.sampling:PositionalSampling"
     flags |= DETERMINISTIC_ARGS | args
     command = [sys.executable, "-m", "skyrl.backends.skyrl_train.inference_servers.vllm_server_actor"]
     for name, value in flags.items():
@@ -40,10 +49,21 @@ def engine_command(model: str, port: int, lora_rank: int, dtype: str, device: st
     return command
 
 
-def is_healthy(url: str) -> bool:
-    """Whether the server at `url` answers its health check."""
+def is_healthy(url: str, seconds: float = 5.0) -> bool:
+    """Whether the server at `url` answers its health check within `seconds`."""
+    return _answers(f"{url}/health", seconds)
+
+
+def can_generate(url: str, model: str) -> bool:
+    """Whether it also generates: a server whose core hangs is healthy by its own word."""
+    body = json.dumps({"model": model, "prompt": [1], "max_tokens": 1}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    return _answers(request, GENERATE_SECONDS)
+
+
+def _answers(request: str | urllib.request.Request, seconds: float) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

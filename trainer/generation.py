@@ -1,4 +1,5 @@
-"""SkyRL's generator and inference client, with one thing added: every request carries its own derived seed."""
+"""SkyRL's generator and inference client, with two things added: every request carries its own derived seed, and what
+an earlier attempt was answered is not asked again (see rollouts.py)."""
 
 from collections import Counter
 from typing import Any
@@ -9,16 +10,18 @@ from skyrl.train.generators.base import GeneratorInput, GeneratorOutput
 from checkpointing.errors import ConfigError
 from checkpointing.phases import reached
 from trainer.determinism import request_seed
+from trainer.rollouts import Rollouts
 
 
 class SeededClient:
-    """An inference client whose `generate` adds the seed; everything else is the wrapped client's.
+    """An inference client whose `generate` adds the seed and goes by `rollouts`; all else is the wrapped client's.
 
     `begin` names the batch; a request's turn is how often its session has asked since then.
     """
 
-    def __init__(self, client: RemoteInferenceClient, run_seed: int) -> None:
+    def __init__(self, client: RemoteInferenceClient, run_seed: int, rollouts: Rollouts) -> None:
         self._client = client
+        self._rollouts = rollouts
         self._run_seed = run_seed
         self._batch = ("train", 0)
         self._turns: Counter[str] = Counter()
@@ -38,13 +41,14 @@ class SeededClient:
         seed = request_seed(self._run_seed, phase, step, uid, int(repetition), self._turns[session])
         self._turns[session] += 1
         params = dict(input_batch.get("sampling_params") or {}, seed=seed)
-        output = await self._client.generate(dict(input_batch, sampling_params=params), model)
+        request = dict(input_batch, sampling_params=params)
+        output = await self._rollouts.answer(phase, step, request, model, self._client)
         reached("generate.request", step=step, phase=phase)
         return output
 
 
-def seed_requests(generator: Any, run_seed: int) -> None:
-    """Make `generator` (SkyRL's text or image generator) send a derived seed with every request.
+def seed_requests(generator: Any, run_seed: int, rollouts: Rollouts) -> None:
+    """Make `generator` (SkyRL's text or image generator) send a derived seed with every request that it has to send.
 
     Raises:
         ConfigError: `generator.batched=true`; it sends a whole batch as one call, which has no request to seed.
@@ -53,7 +57,7 @@ def seed_requests(generator: Any, run_seed: int) -> None:
         raise ConfigError(
             "generator.batched=true sends no trajectory ids, so requests can't be seeded: set it to false"
         )
-    client = SeededClient(generator.inference_engine_client, run_seed)
+    client = SeededClient(generator.inference_engine_client, run_seed, rollouts)
     generator.inference_engine_client = client
     plain_generate = generator.generate
 

@@ -5,7 +5,8 @@ Every function takes the SkyRL worker (`worker.model`, `.optimizer`, `.scheduler
 """
 
 import random
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,24 +24,62 @@ def _module(worker: Any) -> torch.nn.Module:
     return module
 
 
+@torch.no_grad()  # else `to_local` records each tensor for autograd, which costs more than copying a small one
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+_offset = cache(compute_local_shape_and_global_offset)
+"""Same arguments, same answer, and asked for every tensor while training stands still."""
 
 
 def _placement(tensor: torch.Tensor) -> dict[str, list[int]]:
     if not isinstance(tensor, DTensor):
         return {"shape": list(tensor.shape), "offset": [0] * tensor.ndim}
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offset = _offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return {"shape": list(tensor.shape), "offset": list(offset)}
+
+
+class _Place(NamedTuple):
+    """Where a parameter or persistent buffer hangs in a model: what hangs there may be exchanged, the place is not."""
+
+    name: str
+    owner: torch.nn.Module
+    key: str
+
+    def parameter(self) -> torch.Tensor | None:
+        return self.owner._parameters.get(self.key)
+
+    def buffer(self) -> torch.Tensor | None:
+        return self.owner._buffers.get(self.key)
+
+
+@cache
+def _places(module: torch.nn.Module) -> tuple[tuple[_Place, ...], tuple[_Place, ...]]:
+    """Those of all parameters, and of all buffers that `state_dict` would hold.
+
+    Found once: a walk through the modules of a large model takes longer than copying its adapter.
+    """
+
+    def place(name: str) -> _Place:
+        owner, _, key = name.rpartition(".")
+        return _Place(name, module.get_submodule(owner), key)
+
+    parameters = tuple(place(name) for name, _ in module.named_parameters())
+    buffers = (place(name) for name, _ in module.named_buffers())
+    return parameters, tuple(b for b in buffers if b.key not in b.owner._non_persistent_buffers_set)
+
+
+def _parameters(worker: Any) -> dict[str, torch.Tensor]:
+    places, _ = _places(_module(worker))
+    return {place.name: parameter for place in places if (parameter := place.parameter()) is not None}
 
 
 def _saved_tensors(worker: Any, frozen: bool) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name; frozen parameters only where they may have moved."""
-    module = _module(worker)
-    named: dict[str, torch.Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad or frozen}
-    persistent = module.state_dict(keep_vars=True).keys()
-    named |= {name: b for name, b in module.named_buffers() if name in persistent}
-    return named
+    named = {name: p for name, p in _parameters(worker).items() if p.requires_grad or frozen}
+    _, buffers = _places(_module(worker))
+    return named | {place.name: b for place in buffers if (b := place.buffer()) is not None}
 
 
 def _copy_in(entry: str, target: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
@@ -79,7 +118,7 @@ def restore_all_parameters(worker: Any, captured: Captured) -> None:
 
 
 def _names(worker: Any) -> dict[torch.Tensor, str]:
-    return {p: name for name, p in _module(worker).named_parameters()}
+    return {parameter: name for name, parameter in _parameters(worker).items()}
 
 
 def capture_optimizer(worker: Any) -> Captured:

@@ -6,15 +6,23 @@ SkyRL's own `train()` runs; the methods it calls on the way are where this class
 import time
 from typing import Any
 
+import ray
 from skyrl.train.trainer import RayPPOTrainer
 
+from checkpointing.commit import commit_key
 from checkpointing.errors import StepsMissing
+from checkpointing.manifest import Entry
 from checkpointing.phases import reached
-from trainer.checkpoint import restore, save
+from trainer.checkpoint import restore
 from trainer.data import EpochLoader, planned_steps
 from trainer.engine import wait_until_healthy
+from trainer.groups import ask_all_ranks, by_entry
+from trainer.keeper import start_keepers
+from trainer.rollouts import Rollouts
 from trainer.run import Run
+from trainer.saving import Saver
 from trainer.steps import StepJournal, digest_rollouts
+from trainer.upkeep import Replicas
 from trainer.workers import CriticWorker, PolicyWorker, RefWorker
 
 
@@ -23,11 +31,12 @@ class ResumableTrainer(RayPPOTrainer):
 
     run: Run
 
-    def begin(self, run: Run) -> None:
-        """Tell the trainer which attempt it is, before models are built."""
-        self.run = run
+    def begin(self, run: Run, replicas: Replicas, rollouts: Rollouts, keepers: dict[str, Any]) -> None:
+        """Tell the trainer which attempt it is, before models are built. `keepers` are running from the one before."""
+        self.run, self.replicas, self.rollouts, self.keepers = run, replicas, rollouts, keepers
         self.step_journal = StepJournal(run)
         self.add_callback(self.step_journal)
+        self.saver = Saver(self, run)
         self.rollout_digests: dict[str, str] = {}
 
     def _build_train_dataloader_and_compute_training_steps(self) -> None:
@@ -43,14 +52,44 @@ class ResumableTrainer(RayPPOTrainer):
 
     def build_models(self, *_stock_workers: Any) -> None:
         super().build_models(PolicyWorker, CriticWorker, RefWorker)
+        self.nodes: dict[str, list[str]] = ask_all_ranks(self, "node_id")
+        self.start_keepers()
         sync = self.dispatch.save_weights_for_sampler
 
         async def announced_sync(*args: Any, **kwargs: Any) -> None:
+            if 0 < self.step_journal.digested == self.global_step:
+                self.saver.remember(self.global_step, self.step_journal.of_ranks)
             reached("weight_sync.begin", step=self.global_step)
+            weights = self._policy_digest()  # before the sync: a colocated policy has left the GPU after it
             await sync(*args, **kwargs)
+            self.rollouts.synced(self.global_step, weights)
             reached("weight_sync.end", step=self.global_step)
 
         self.dispatch.save_weights_for_sampler = announced_sync
+
+    def _policy_digest(self) -> str:
+        """State digest of the policy's parameters, as they are after `global_step`."""
+        name = "policy/parameters"
+        if self.step_journal.digested == self.global_step and self.step_journal.of_ranks:
+            return self.step_journal.of_ranks[name].digest
+        if self.run.resumed is not None and self.run.resumed_step == self.global_step:
+            return self.run.resumed[1].entries[name].digest
+        return Entry.of(name, by_entry(ask_all_ranks(self, "digest_state"))[name]).digest
+
+    def start_keepers(self) -> None:
+        nodes = [node for ranks in self.nodes.values() for node in ranks]
+        self.keepers = start_keepers(self.run.urls, nodes, self.keepers, self.run.settings.kms_key)
+
+    def close(self) -> None:
+        """Kill what is left of all actor groups, and end whatever this trainer has started in this process."""
+        self.train_dataloader.close()
+        self.rollouts.close()
+        self.saver.close()
+        for group in (self.dispatch._actor_groups if self.dispatch is not None else {}).values():
+            for actor in group._actor_handlers:
+                ray.kill(actor)
+        if self._ray_gpu_monitor is not None:
+            self._ray_gpu_monitor.stop()
 
     def init_weight_sync_state(self) -> None:
         """The first contact with the engines, which have been loading while the models were built."""
@@ -73,6 +112,10 @@ class ResumableTrainer(RayPPOTrainer):
         reached("forward.begin", step=self.global_step)
         return super().fwd_logprobs_values_reward(training_input)
 
+    def train_critic_and_policy(self, data: Any) -> Any:
+        reached("train.begin", step=self.global_step)
+        return super().train_critic_and_policy(data)
+
     def _is_epoch_end(self) -> bool:
         return bool(self.global_step % len(self.train_dataloader) == 0)
 
@@ -82,8 +125,12 @@ class ResumableTrainer(RayPPOTrainer):
         return every > 0 and (self._is_epoch_end() or self.global_step % every == 0)
 
     def save_checkpoints(self) -> str:
-        """Called by SkyRL after the optimizer and before the weight sync. Returns the commit's key."""
-        return save(self, self.run).key
+        """Called by SkyRL after the optimizer and before the weight sync: the State is copied, the commit follows.
+
+        Returns where it will be."""
+        left_behind = self.step_journal.of_ranks if self.step_journal.digested == self.global_step else {}
+        self.saver.save(self.global_step, left_behind, last=self.global_step >= self.total_training_steps)
+        return commit_key(self.global_step, self.run.attempt.attempt)
 
     def load_checkpoints(self) -> tuple[int, str | None]:
         """Called by SkyRL before the first weight sync. Returns (steps already done, commit's key)."""

@@ -13,6 +13,7 @@ from skyrl.train.utils import validate_cfg
 
 from checkpointing.errors import ConfigError, HarnessError
 from trainer.identity import frozen_models
+from trainer.supported import require_supported
 
 PLAIN = (int, float, bool, str, int | None, float | None, str | None)
 
@@ -31,19 +32,7 @@ def skyrl_config(overrides: dict[str, Any] | list[str]) -> SkyRLTrainConfig:
         raise
     except Exception as error:  # SkyRL raises ValueError, AssertionError, TypeError and OmegaConf's own errors
         raise ConfigError(f"skyrl: {str(error) or repr(error)}") from error
-    if cfg.trainer.strategy != "fsdp":
-        raise ConfigError(f"trainer.strategy={cfg.trainer.strategy}: only fsdp is supported")
-    if cfg.trainer.fully_async.enabled:
-        raise ConfigError("trainer.fully_async.enabled: the fully asynchronous trainer can't be resumed exactly yet")
-    if cfg.trainer.resume_mode == "from_path":
-        raise ConfigError("trainer.resume_mode=from_path: a run resumes from its own run directory; use latest or none")
-    if cfg.trainer.update_ref_every_epoch and cfg.trainer.policy.model.lora.rank > 0:
-        raise ConfigError(
-            "trainer.update_ref_every_epoch with LoRA: SkyRL 0.4.0 exports the adapter alone, which its reference "
-            "worker can't load; train all parameters (lora.rank=0) or keep the reference"
-        )
-    if cfg.trainer.ckpt_interval <= 0:
-        raise ConfigError("trainer.ckpt_interval must be at least 1: without checkpoints nothing can be resumed")
+    require_supported(cfg)
     for source in cfg.data.train_data + (cfg.data.val_data or []):
         if "." in Path(source).name and not Path(source).is_file():
             raise ConfigError(f"data: no file {source}")

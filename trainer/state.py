@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer import driver_state, rank_state
 from trainer.captured import Captured
+from trainer.reshard import Rule, by_placement, derived_rng, same_on_every_rank
 
 
 def _always(cfg: Any) -> bool:
@@ -32,7 +33,8 @@ def _kl_in_reward(cfg: Any) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """`capture(owner) -> Captured` and `restore(owner, captured)`; `present(cfg)` says whether a run has it.
+    """`capture(owner) -> Captured` and `restore(owner, captured)`; `present(cfg)` says whether a run has it; `reshard`
+    makes what a rank restores from what another number of ranks saved.
 
     `cfg` is SkyRL's `TrainerConfig` (the `trainer` section), which ranks and driver both hold.
     """
@@ -40,6 +42,7 @@ class Entry:
     name: str
     capture: Callable[[Any], Captured]
     restore: Callable[[Any, Captured], None]
+    reshard: Rule | None = None
     present: Callable[[Any], bool] = _always
     late: bool = False
 
@@ -49,22 +52,28 @@ class Entry:
 
 
 # fmt: off
+PARAMETERS = (rank_state.capture_parameters, rank_state.restore_parameters, by_placement)
+ALL_PARAMETERS = (rank_state.capture_all_parameters, rank_state.restore_all_parameters, by_placement)
+OPTIMIZER = (rank_state.capture_optimizer, rank_state.restore_optimizer, by_placement)
+SCHEDULER = (rank_state.capture_scheduler, rank_state.restore_scheduler, same_on_every_rank)
+RNG = (rank_state.capture_rng, rank_state.restore_rng, derived_rng)
+
 STATE: list[Entry] = [
-    Entry("policy/parameters", rank_state.capture_parameters, rank_state.restore_parameters),
-    Entry("policy/optimizer", rank_state.capture_optimizer, rank_state.restore_optimizer),
-    Entry("policy/lr_scheduler", rank_state.capture_scheduler, rank_state.restore_scheduler),
-    Entry("policy/rng", rank_state.capture_rng, rank_state.restore_rng),
-    Entry("critic/parameters", rank_state.capture_parameters, rank_state.restore_parameters, _critic),
-    Entry("critic/optimizer", rank_state.capture_optimizer, rank_state.restore_optimizer, _critic),
-    Entry("critic/lr_scheduler", rank_state.capture_scheduler, rank_state.restore_scheduler, _critic),
-    Entry("critic/rng", rank_state.capture_rng, rank_state.restore_rng, _critic),
-    Entry("ref/parameters", rank_state.capture_all_parameters, rank_state.restore_all_parameters, _moving_reference),
+    Entry("policy/parameters", *PARAMETERS),
+    Entry("policy/optimizer", *OPTIMIZER),
+    Entry("policy/lr_scheduler", *SCHEDULER),
+    Entry("policy/rng", *RNG),
+    Entry("critic/parameters", *PARAMETERS, present=_critic),
+    Entry("critic/optimizer", *OPTIMIZER, present=_critic),
+    Entry("critic/lr_scheduler", *SCHEDULER, present=_critic),
+    Entry("critic/rng", *RNG, present=_critic),
+    Entry("ref/parameters", *ALL_PARAMETERS, present=_moving_reference),
     Entry("driver/frozen_models", driver_state.capture_frozen_models, driver_state.restore_frozen_models),
     Entry("driver/global_step", driver_state.capture_step, driver_state.restore_step),
     Entry("driver/data_position", driver_state.capture_position, driver_state.restore_position),
     Entry("driver/dynamic_sampling", driver_state.capture_dynamic_sampling, driver_state.restore_dynamic_sampling),
     Entry("driver/callbacks", driver_state.capture_callbacks, driver_state.restore_callbacks),
-    Entry("driver/kl_controller", driver_state.capture_kl, driver_state.restore_kl, _kl_in_reward, late=True),
+    Entry("driver/kl_controller", driver_state.capture_kl, driver_state.restore_kl, present=_kl_in_reward, late=True),
     Entry("driver/rng", rank_state.capture_rng, rank_state.restore_rng, late=True),
 ]
 # fmt: on

@@ -10,13 +10,16 @@ from skyrl.train.utils.callbacks import CallbackInput, TrainingCallback, Trainin
 
 from checkpointing.canonical import canonical_json, digest
 from checkpointing.errors import DivergenceError, EngineMismatch
-from checkpointing.events import MAX_TENSOR_TABLE, Evaluated, StepDone
+from checkpointing.events import MAX_TENSOR_TABLE, Evaluated, RankStraggling, StepDone
 from checkpointing.manifest import Entry
 from checkpointing.phases import reached
 from checkpointing.tensors import tensor_digest
-from trainer.checkpoint import Shards, digest_state, restore_late
+from trainer.checkpoint import digest_state, restore_late
 from trainer.determinism import seed_streams
+from trainer.finite import require_finite
+from trainer.groups import Shards, ask_all_ranks
 from trainer.run import Run
+from trainer.stragglers import Stragglers, slowest_ratio
 
 
 def _ragged(rows: list[Any], dtype: type) -> str:
@@ -99,6 +102,13 @@ class StepJournal(TrainingCallback):
         self.step_started = time.monotonic()
         self.restore_started = time.monotonic()
         self.held: Shards = {}
+        self.digested = 0
+        self.of_ranks: dict[str, Entry] = {}
+        self.stragglers = Stragglers()
+
+    def on_train_start(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
+        """Only now it is certain which attempt this is: ranks may have had to fall back."""
+        trainer.replicas.start(self.run)
 
     def on_epoch_start(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
         if not self.first_epoch:
@@ -116,15 +126,24 @@ class StepJournal(TrainingCallback):
     def on_step_end(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
         """Fires after the optimizer and before the save, so whatever is saved has been journaled."""
         trained = time.monotonic()
+        trainer.saver.report()
         state = digest_state(trainer)
+        self.digested = trainer.global_step
+        self.of_ranks = {name: entry for name, entry in state.items() if entry.owner != "driver"}
         assert callback_input.batch is not None and callback_input.metrics is not None
-        require_engine_in_step(trainer.all_metrics | callback_input.metrics, trainer.global_step)
-        advantages = callback_input.batch["advantages"]
         metrics = callback_input.metrics | {k: v for k, v in trainer.all_metrics.items() if k.startswith("reward/")}
         metrics |= {k: v for k, v in trainer.all_metrics.items() if k.startswith("critic/")}
+        require_finite(trainer, self.run, trainer.global_step, metrics)
+        try:
+            require_engine_in_step(trainer.all_metrics | callback_input.metrics, trainer.global_step)
+        except EngineMismatch:
+            trainer.rollouts.discard()  # or the next attempt would be answered the same
+            raise
+        advantages = callback_input.batch["advantages"]
         tensors = _tensor_table(state)
         if not trainer.save_is_due() and len(json.dumps(tensors)) > MAX_TENSOR_TABLE:
             tensors = {}
+        self._look_for_stragglers(trainer)
         done = StepDone(
             step=trainer.global_step,
             epoch=trainer.train_dataloader.epoch,
@@ -135,11 +154,22 @@ class StepJournal(TrainingCallback):
             data=trainer.rollout_digests | {"advantages": tensor_digest(advantages)},
             scalars={name: float(value).hex() for name, value in metrics.items()},
             zero_advantages=not bool(advantages.any()),
+            **trainer.rollouts.take_tokens("train"),
         )
         self.run.journal.append(done)
+        trainer.all_metrics |= trainer.saver.metrics()
         if done.step in self.run.steps_before:
             _require_same(self.run.steps_before[done.step], done)
         reached("step.trained", step=done.step)
+
+    def _look_for_stragglers(self, trainer: Any) -> None:
+        seconds = ask_all_ranks(trainer, "own_seconds")
+        for one in self.stragglers.after(seconds):
+            node = trainer.nodes[one.role][one.rank]
+            self.run.journal.append(RankStraggling(step=trainer.global_step, node=node, **one._asdict()))
+        ratio = slowest_ratio(seconds)
+        if ratio is not None:
+            trainer.all_metrics["timing/slowest_rank_ratio"] = ratio
 
     def on_eval_start(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
         reached("evaluate.begin", step=trainer.global_step)
@@ -147,4 +177,5 @@ class StepJournal(TrainingCallback):
     def on_eval_end(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
         assert callback_input.metrics is not None
         metrics = {name: float(value) for name, value in callback_input.metrics.items()}
-        self.run.journal.append(Evaluated(step=trainer.global_step, metrics=metrics))
+        tokens = trainer.rollouts.take_tokens("eval")
+        self.run.journal.append(Evaluated(step=trainer.global_step, metrics=metrics, **tokens))

@@ -3,22 +3,34 @@
 import trainer.cpu  # isort: skip  # must come first: it answers for CUDA before SkyRL binds torch's names
 
 import os
+import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ray
+import torch
 from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import (
     FSDPCriticWorkerBase,
     FSDPPolicyWorkerBase,
     FSDPRefWorkerBase,
 )
 
-from checkpointing.errors import CheckpointError
+from checkpointing.blobs import get_blob
+from checkpointing.errors import CorruptBlob
 from checkpointing.manifest import Shard
 from checkpointing.phases import reached
-from checkpointing.store import open_store
+from checkpointing.staging import Staged, StagingBuffer
+from checkpointing.trace import trace_phases
 from trainer.determinism import make_torch_deterministic
-from trainer.shards import digest_entries, read_entries, write_entries
+from trainer.keeper import sources
+from trainer.late import late
+from trainer.logs import use_own_log
+from trainer.shards import Fetched, digest_entries, fetch_entries, not_finite, restore_entries
+from trainer.staging import stage_entries
 from trainer.state import entries_of
+from trainer.stopping import ignore_sigterm
+from trainer.stragglers import finish_queued_work, probe_seconds
 
 
 class StatefulRank:
@@ -27,10 +39,17 @@ class StatefulRank:
     role: str
     cfg: Any
     _rank: int
+    _world_size: int
+    _digest_seconds = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        use_own_log(self.role, kwargs["rank"])
         super().__init__(*args, **kwargs)
         make_torch_deterministic()
+        ignore_sigterm()
+        self._buffer = StagingBuffer()
+        self._fetched: Fetched = {}
+        trace_phases()
         reached("worker.started", role=self.role, rank=self._rank, pid=os.getpid())
 
     def offload_to_cpu(self, *args: Any, **kwargs: Any) -> None:
@@ -43,19 +62,53 @@ class StatefulRank:
             super().backload_to_gpu(*args, **kwargs)  # type: ignore[misc]
 
     def digest_state(self) -> dict[str, Shard]:
-        return digest_entries(entries_of(self.role, self.cfg), self, self._rank)
+        finish_queued_work(_device())
+        started = time.monotonic()
+        shards = digest_entries(entries_of(self.role, self.cfg), self, self._rank)
+        self._digest_seconds = time.monotonic() - started
+        return shards
 
-    def write_state(self, store_url: str, step: int) -> dict[str, Shard]:
+    def own_seconds(self) -> float:
+        """What this rank took for its last `digest_state` and takes for a probe of its device, waiting for nobody."""
+        return self._digest_seconds + probe_seconds(_device())
+
+    def not_finite(self) -> list[str]:
+        return not_finite(entries_of(self.role, self.cfg), self)
+
+    def node_id(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    def stage_state(self, step: int) -> Staged:
+        """Copy this rank's entries to where its node's keeper reads them. Training may go on when it returns."""
         reached("save.capture", role=self.role, rank=self._rank, step=step)
-        return write_entries(entries_of(self.role, self.cfg), self, open_store(store_url), self._rank)
+        return stage_entries(entries_of(self.role, self.cfg), self, self._buffer, self._rank, step)
 
-    def read_state(self, store_url: str, shards: dict[str, Shard]) -> dict[str, Shard]:
-        """Restore this rank; returns the digests of what it holds afterwards."""
-        foreign = [name for name, shard in shards.items() if shard.rank != self._rank]
-        if foreign:
-            raise CheckpointError(f"{self.role} rank {self._rank} was given another rank's shard of {foreign[0]}")
+    def fetch_state(
+        self, urls: list[str], peers: list[Any], shards: dict[str, Sequence[Shard]], step: int
+    ) -> str | None:
+        """Read and verify what this rank would restore, from the nearest tier that has it.
+
+        `shards` holds for each entry those of all ranks that saved it; if that was another number of ranks, this rank
+        makes its own of them. Returns what is wrong, None if nothing is.
+        """
         reached("restore.rank", role=self.role, rank=self._rank)
-        return read_entries(entries_of(self.role, self.cfg), self, open_store(store_url), shards)
+        read = partial(get_blob, sources(urls, peers))
+        try:
+            place = (self._rank, self._world_size)
+            self._fetched = fetch_entries(entries_of(self.role, self.cfg), self, place, shards, read, step)
+        except CorruptBlob as error:
+            return str(error)
+        return None
+
+    def restore_state(self) -> tuple[dict[str, Shard], dict[str, Shard]]:
+        """Restore this rank from what it has fetched. Digests of what it was to hold, and of what it holds."""
+        fetched, self._fetched = self._fetched, {}
+        expected = {name: shard for name, (_, shard) in fetched.items()}
+        return expected, restore_entries(entries_of(self.role, self.cfg), self, fetched, self._rank)
+
+
+def _device() -> torch.device:
+    return torch.device("cpu") if trainer.cpu.on_cpu() else torch.device("cuda", torch.cuda.current_device())
 
 
 class _TrainedRank(StatefulRank):
@@ -67,7 +120,7 @@ class _TrainedRank(StatefulRank):
         return super().forward_backward(data, *args, **kwargs)  # type: ignore[misc]
 
     def optim_step(self) -> float:
-        reached("train.optimizer", role=self.role, rank=self._rank, step=self._step)
+        reached("train.optimizer", role=self.role, rank=self._rank, step=self._step, owner=self)
         norm: float = super().optim_step()  # type: ignore[misc]
         return norm
 
@@ -91,6 +144,6 @@ class _RefRank(StatefulRank, FSDPRefWorkerBase):
     role = "ref"
 
 
-PolicyWorker = ray.remote(num_gpus=1)(_PolicyRank)
-CriticWorker = ray.remote(num_gpus=1)(_CriticRank)
-RefWorker = ray.remote(num_gpus=1)(_RefRank)
+PolicyWorker = ray.remote(num_gpus=1)(late(_PolicyRank))
+CriticWorker = ray.remote(num_gpus=1)(late(_CriticRank))
+RefWorker = ray.remote(num_gpus=1)(late(_RefRank))

@@ -3,16 +3,19 @@
 import os
 import signal
 
-from chaos.directory import Fired
+from chaos.faults import Kind
+from chaos.scene import Parameters, Scene
+from chaos.scene import anywhere as available
+from chaos.scene import nothing_to_heal as heal
+
+__all__ = ["KIND", "Parameters", "available", "heal", "inject", "witness"]
+
+KIND: Kind = "process"
 
 
-def available() -> str | None:
-    return None
+def inject(scene: Scene) -> None:
+    os.kill(scene.process.pid, signal.SIGKILL)
 
 
-def inject(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
-def witness(fired: Fired) -> str | None:
-    return fired.process.what_became_of_it()
+def witness(scene: Scene) -> str | None:
+    return scene.process.what_became_of_it()

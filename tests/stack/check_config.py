@@ -12,6 +12,7 @@ from harness.config import RunConfig
 
 def main() -> None:
     from trainer import experiment
+    from trainer.setup import Setup
     from trainer.skyrl_config import skyrl_config
 
     def started(*_: object) -> None:
@@ -22,7 +23,7 @@ def main() -> None:
         config = RunConfig.model_validate_json(line)
         try:
             cfg = skyrl_config(config.skyrl_overrides(["http://127.0.0.1:1"]))
-            experiment.ResumableExperiment(cfg, config.run_dir, "local", "cpu")
+            experiment.ResumableExperiment(cfg, Setup(config.run_dir, "cpu", config.checkpoints))
             said = "nothing to do"
         except HarnessError as error:
             said = f"{type(error).__name__} {error.exit_code}: {error}"

@@ -12,6 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from chaos.plan import FaultPlan
+from checkpointing.errors import AttemptsExhausted
 from checkpointing.journal import Record, read_journal
 from harness.config import RunConfig, load_config
 from harness.engines import EnginePool
@@ -94,3 +95,12 @@ def train(configure: Callable[..., RunConfig], engines: EnginePool) -> Train:
 def baseline(train: Train) -> list[Record]:
     """The uninterrupted run that others are compared with."""
     return train("baseline")
+
+
+def run_until_killed(
+    config: RunConfig, engines: EnginePool, plan: Path, watch: Callable[[], None] = lambda: None
+) -> None:
+    """One attempt, which the plan is to kill."""
+    none = config.supervision.model_copy(update={"restarts_per_hour": 0})
+    with pytest.raises(AttemptsExhausted, match="SIGKILL"):
+        supervise(config.model_copy(update={"supervision": none}), engines, plan, watch)

@@ -51,8 +51,9 @@ def main() -> None:
 
     from checkpointing.phases import reached
     from harness.config import RunConfig
-    from trainer.checkpoint import restore, restore_late, save
+    from trainer.checkpoint import restore, restore_late
     from trainer.experiment import ResumableExperiment
+    from trainer.setup import Setup
     from trainer.skyrl_config import skyrl_config
     from trainer.state import STATE
 
@@ -61,12 +62,13 @@ def main() -> None:
     os.environ["HARNESS_LEFT_OUT"] = str(left_out)
     cfg = skyrl_config(config.skyrl_overrides(urls))
     reached("driver.started", role="driver", pid=os.getpid())
-    experiment = ResumableExperiment(cfg, config.run_dir, "local", "cpu")
+    experiment = ResumableExperiment(cfg, Setup(config.run_dir, "cpu", config.checkpoints))
     trainer = experiment._setup_trainer()
     if sys.argv[4:] == ["move-reference"]:
         trainer.global_step, trainer.train_dataloader.batch = 1, 1
         trainer.update_ref_with_policy()
-        save(trainer, trainer.run)
+        trainer.saver.save(1, {}, last=True)
+        trainer.saver.finish()
         print('RESULT {"committed": null}', flush=True)
         os._exit(0)
     said: dict[str, str | None] = {}

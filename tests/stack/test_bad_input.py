@@ -14,13 +14,16 @@ import yaml
 from pyarrow import parquet
 
 from checkpointing.canonical import canonical_json, digest
-from checkpointing.commit import newest_restorable
-from checkpointing.errors import ConfigError, FormatError, HarnessError, RunMismatch, StoreError, TopologyMismatch
+from checkpointing.errors import ConfigError, FormatError, HarnessError, RunMismatch, StoreError
+from checkpointing.history import newest_restorable
+from checkpointing.settings import Checkpoints
 from checkpointing.store import open_store
 from harness.config import RunConfig
+from harness.engines import EnginePool
+from harness.supervisor import supervise
 from trainer.determinism import environment
 
-from .conftest import REPOSITORY, Train
+from .conftest import REPOSITORY
 
 
 def harness(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
@@ -37,7 +40,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     ("change", "words"),
     [
         ({"colour": "red"}, "colour"),
-        ({"max_attempts": "many"}, "max_attempts"),
+        ({"supervision": {"restarts_per_hour": "many"}}, "restarts_per_hour"),
         ({"device": "tpu"}, "device"),
         ({"skyrl": {"trainer": {"ckpt_path": "elsewhere"}}}, "run_dir"),
         ({"skyrl": None}, "skyrl"),
@@ -102,7 +105,6 @@ def test_what_a_driver_refuses(baseline: Any, configure: Callable[..., RunConfig
         (in_their_directory(**{"trainer.policy.optimizer_config.lr": 0.5}), RunMismatch, "another config"),
         (in_their_directory(**{"data.train_data": [str(other_data)]}), RunMismatch, "another dataset"),
         (in_their_directory(**{"trainer.policy.model.path": str(other_tokenizer)}), RunMismatch, "another tokenizer"),
-        (in_their_directory(**{"trainer.placement.policy_num_gpus_per_node": 1}), TopologyMismatch, "2 policy ranks"),
     ]
     said = what_a_driver_says([config for config, _, _ in cases])
     for (_, kind, words), message in zip(cases, said, strict=True):
@@ -121,7 +123,7 @@ def test_foreign_and_newer_formats_are_refused(
     found, _ = newest_restorable(store)
     assert found is not None
     commit = found[0]
-    for change in ({"version": 2}, {"format": "somebody-elses"}):
+    for change in ({"version": 3}, {"format": "somebody-elses"}):
         record = json.loads(store.get(commit.key)) | change
         record.pop("check")
         store.put(commit.key, canonical_json(record | {"check": digest(canonical_json(record))}))
@@ -129,9 +131,9 @@ def test_foreign_and_newer_formats_are_refused(
             newest_restorable(store)
 
 
-def test_no_space_left(train: Train, configure: Callable[..., RunConfig]) -> None:
+def test_no_space_left(configure: Callable[..., RunConfig], engines: EnginePool) -> None:
     """A real ENOSPC: the run's store is a file system of 256 KiB."""
-    config = configure("no-space")
+    config = configure("no-space").model_copy(update={"checkpoints": Checkpoints(failing_seconds=0)})
     store = config.run_dir / "store"
     store.mkdir(parents=True)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(store)], check=False)
@@ -139,6 +141,6 @@ def test_no_space_left(train: Train, configure: Callable[..., RunConfig]) -> Non
         pytest.skip("this user can't mount a small file system")
     try:
         with pytest.raises(StoreError, match="No space left"):
-            train("no-space")
+            supervise(config, engines)
     finally:
         subprocess.run(["umount", "-l", str(store)], check=True)

@@ -1,7 +1,6 @@
 """Rules of the driver that need SkyRL's classes but no cluster."""
 
 import json
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +9,6 @@ import pytest
 from checkpointing.canonical import canonical_json
 from checkpointing.errors import DivergenceError, EngineMismatch, MissingEntry, RunMismatch, StepsMissing
 from checkpointing.events import StepDone
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cpu() -> None:
-    """SkyRL's modules are imported inside the tests, after the stand-ins for CUDA are in place."""
-    os.environ["HARNESS_DEVICE"] = "cpu"
-    import trainer.cpu  # noqa: F401
 
 
 def finished(step: int, planned: int, dynamic: str | None = None, exhausted: bool = False) -> Any:

@@ -1,8 +1,14 @@
 """The data loader with real worker processes, which fetch ahead of what has been trained on."""
 
+import signal
+import time
+
 import pytest
 
+from chaos.process import ProcessId, loader_workers
+from checkpointing.errors import WorkerLost
 from trainer.data import EpochLoader
+from trainer.failures import first_cause
 
 pytestmark = pytest.mark.stack
 
@@ -36,3 +42,15 @@ def test_workers_change_neither_the_order_nor_the_position() -> None:
     resumed = loader(0)
     resumed.seek(ahead.position())
     assert taken + [batch for _ in range(2) for batch in resumed] == whole
+
+
+def test_a_worker_that_is_killed_is_a_process_lost_and_no_bug_of_the_user_s() -> None:
+    loaded = loader(2)
+    next(iter(loaded))
+    with pytest.raises(RuntimeError) as caught:
+        loader_workers(ProcessId.current())[0].send(signal.SIGKILL)
+        for _ in range(6000):  # torch raises wherever this process is, once it hears of it
+            time.sleep(0.01)
+    loaded.close()
+    cause = first_cause(caught.value, None)
+    assert isinstance(cause, WorkerLost) and "killed by signal" in str(cause)

@@ -8,21 +8,13 @@ from typing import Any
 import pytest
 
 from checkpointing.canonical import canonical_json, digest
-from checkpointing.commit import (
-    Attempt,
-    Commit,
-    Rejected,
-    attempt_key,
-    commit_key,
-    newest_restorable,
-    ranked_commits,
-    start_attempt,
-    valid_commits,
-)
+from checkpointing.commit import Attempt, Commit, attempt_key, commit_key, start_attempt
 from checkpointing.errors import CheckpointError, ConfigError, Fenced, FormatError, StoreError
+from checkpointing.history import Rejected, newest_restorable, ranked_commits, valid_commits
 from checkpointing.manifest import get_manifest
 from checkpointing.records import seal
 from checkpointing.store import AlreadyExists, Promises, Store, open_store
+from checkpointing.tiers import Tier, Tiers
 
 from .checkpoint_samples import Wrapper, late, save, without_fsync
 
@@ -183,6 +175,27 @@ def test_a_zombie_is_fenced(store: Store) -> None:
     with pytest.raises(Fenced, match="attempt 1 is over: attempt 2 of this run has started"):
         save(store, zombie, 2, one)
     assert valid_commits(store) == [one]
+
+
+def test_whoever_slept_before_its_attempt_began_does_not_begin_it(store: Store, tmp_path: Path) -> None:
+    """It would take the run from the attempt that was started in its place, and drop what that has committed."""
+    _, (one,) = train(store, None, 1)
+    _, (two,) = train(store, one, 2)
+    with pytest.raises(Fenced, match="attempt 2 of this run was started by another process meanwhile"):
+        start_attempt(store, one, after=1)
+
+    class Overtaken(Wrapper):
+        def create(self, key: str, data: Buffer) -> None:
+            start_attempt(store, two)
+            super().create(key, data)
+
+    with pytest.raises(Fenced, match="attempt 3"):
+        start_attempt(Overtaken(store), one, after=2)
+    assert valid_commits(store) == [two, one]
+    # On another tier there may be more than the primary has heard of, as in a new run directory.
+    empty = open_store(str(tmp_path / "empty"))
+    tiers = Tiers([Tier("file", "", empty), Tier("s3", "", store)])
+    assert start_attempt(tiers, two, after=0).attempt == 4
 
 
 def test_a_zombie_of_a_run_directory_that_was_emptied_is_fenced(store: Store) -> None:
@@ -389,7 +402,8 @@ def test_a_commit_cannot_name_the_manifest_of_another_step(store: Store) -> None
     "changes",
     [
         {"format": "other"},
-        {"version": 2},
+        {"version": 3},
+        {"signature": {"key": "0" * 64, "value": "0" * 128}},
         {"surprise": 1},
         {"parent": "../../etc/passwd"},
         {"parent": "commits/../commits/0000000001-000001.json"},

@@ -1,6 +1,5 @@
 """Wherever a save is interrupted, the newest commit restores exactly, or the one before it; never neither."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from checkpointing.blobs import get_blob
-from checkpointing.commit import Attempt, Commit, commit, newest_restorable, start_attempt, valid_commits
+from checkpointing.commit import Attempt, Commit, commit, start_attempt
 from checkpointing.errors import CheckpointError, Fenced
+from checkpointing.history import newest_restorable, valid_commits
 from checkpointing.manifest import Manifest
 from checkpointing.phases import STORE_PHASES
 from checkpointing.store import Store, open_store
@@ -38,12 +38,6 @@ class Interruption:
 
     def renamed(self) -> set[str]:
         return {key for name, key in self.reached if name == "store.put_renamed"}
-
-
-@pytest.fixture
-def unsynced() -> Iterator[None]:
-    with without_fsync():
-        yield
 
 
 def save_second(folder: Path, heard: Interruption) -> Commit:

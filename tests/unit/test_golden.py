@@ -1,6 +1,7 @@
-"""Checkpoints of format version 1 stay readable.
+"""Checkpoints of format versions 1 and 2 stay readable. Version 2 is version 1 with signed commits.
 
-`golden/v1` was made once, by `build`, and is never made anew: another format is another version with its own folder.
+`golden/v1` and `golden/v2` were made once, by `build`, and are never made anew: another format is another version with
+its own folder.
 """
 
 import json
@@ -12,16 +13,23 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from safetensors import deserialize
 
 from checkpointing.blobs import get_blob, put_blob
 from checkpointing.canonical import canonical_json
-from checkpointing.commit import Commit, commit, newest_restorable, start_attempt, valid_commits
+from checkpointing.commit import Commit, commit, start_attempt
+from checkpointing.history import newest_restorable, valid_commits
 from checkpointing.manifest import Entry, Manifest, Shard, get_manifest
+from checkpointing.signing import Signer, Trust
 from checkpointing.store import open_store
 from checkpointing.tensors import pack_tensors, tensor_digest, unpack_tensors
+from checkpointing.tiers import Tiers
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
+GOLDEN_2 = GOLDEN.with_name("v2")
+SIGNER = Signer(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 
 
 def weights(step: int, rank: int) -> dict[str, torch.Tensor]:
@@ -52,7 +60,7 @@ def manifest(folder: Path, step: int) -> Manifest:
     )
 
 
-def build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def build(folder: Path, monkeypatch: pytest.MonkeyPatch, signer: Signer | None = None) -> None:
     """Two steps, a kill, and one step more."""
     nonces = count(1)
     monkeypatch.setattr("secrets.token_hex", lambda size: f"{next(nonces) if size == 16 else 0:0{2 * size}x}")
@@ -61,7 +69,7 @@ def build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for steps in [[1, 2], [3]]:
         attempt = start_attempt(store, newest)
         for step in steps:
-            newest = commit(store, attempt, manifest(folder, step), newest)
+            newest = commit(store, attempt, manifest(folder, step), newest, signer)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -138,3 +146,32 @@ def test_version_1_can_be_continued(tmp_path: Path) -> None:
     assert found
     fourth: Commit = commit(store, start_attempt(store, found[0]), manifest(tmp_path / "v1", 4), found[0])
     assert newest_restorable(store)[0] == (fourth, get_manifest(store, fourth.manifest))
+
+
+def test_version_2_is_read_by_those_who_trust_its_key_and_its_rest_is_version_1(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN_2, tmp_path / "v2")
+    trust = Trust(keys=(SIGNER.public,), required=True)
+    found, rejected = newest_restorable(Tiers.open([str(tmp_path / "v2")], trust=trust))
+    assert found and rejected == [] and (found[0].step, found[0].version) == (3, 2)
+    one, two = ({name: data for name, data in files(of).items() if "commits/" not in name} for of in (GOLDEN, GOLDEN_2))
+    assert one == two
+
+
+def test_another_program_can_verify_a_signature() -> None:
+    """With nothing of ours, by what `docs/format.md` says."""
+    paths = sorted(GOLDEN_2.glob("commits/*.json"))
+    for path in paths:
+        record = json.loads(path.read_bytes())
+        assert record["version"] == 2
+        signature, _ = record.pop("signature"), record.pop("check")
+        signed = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature["key"]))
+        public.verify(bytes.fromhex(signature["value"]), signed)
+        with pytest.raises(InvalidSignature):
+            public.verify(bytes.fromhex(signature["value"]), signed + b" ")
+    assert len(paths) == 3
+
+
+def test_version_2_is_written_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(tmp_path, monkeypatch, SIGNER)
+    assert files(tmp_path) == files(GOLDEN_2)

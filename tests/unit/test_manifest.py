@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from checkpointing.canonical import canonical_json, digest
 from checkpointing.errors import CorruptBlob, FormatError
 from checkpointing.manifest import Entry, Manifest, Shard, entry_digest, get_manifest, put_manifest
 from checkpointing.records import decode, encode
-from checkpointing.store import Store, open_store
+from checkpointing.store import Store
 
 from .checkpoint_samples import sample, without_fsync
 
@@ -24,11 +23,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=10,
 )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path))
 
 
 @pytest.fixture

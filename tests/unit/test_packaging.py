@@ -37,7 +37,7 @@ def pins(name: str) -> dict[str, str]:
     return {match["name"]: match["version"] for match in matches if match}
 
 
-@pytest.mark.parametrize("name", ["cpu", "gpu", "bootstrap"])
+@pytest.mark.parametrize("name", ["cpu", "gpu", "bootstrap", "audit"])
 def test_lock_pins_everything_and_names_no_place(name: str) -> None:
     assert pins(name)
     assert not re.search(r"://|(^|\s)/|--(extra-)?index-url|--find-links", read_lock(name))
@@ -49,6 +49,14 @@ def test_lock_follows_pyproject(profile: str) -> None:
     extras = PROJECT["optional-dependencies"]
     for wanted in map(Requirement, PROJECT["dependencies"] + extras[profile] + extras["dev"]):
         assert wanted.specifier.contains(pinned[wanted.name.lower()]), f"{wanted}: run `make lock`"
+
+
+def test_what_looks_at_the_locks_is_locked_itself_and_looks_at_all_of_them() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    assert all(pins("audit")[wanted.name] in wanted.specifier for wanted in map(Requirement, groups["audit"]))
+    said = run("make", "-n", "audit", "sbom", "PROFILE=gpu").stdout
+    assert "for lock in requirements/*.lock; do" in said and "--requirement $lock" in said
+    assert "--output-file build/sbom-gpu.json requirements/gpu.lock" in said
 
 
 def test_profiles_differ_only_in_the_build_of_vllm() -> None:

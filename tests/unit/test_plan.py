@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from chaos import faults
+from chaos import lasting
 from chaos.directory import Fired, PlanDirectory
 from chaos.plan import FaultPlan
 from chaos.process import ProcessId
@@ -188,10 +188,11 @@ def test_a_fault_that_does_nothing_is_never_witnessed(tmp_path: Path) -> None:
     harmless = """
 import chaos.agent, chaos.faults.kill
 chaos.agent._EFFECT_SECONDS = 0
-chaos.faults.kill.inject = lambda pid: None
+chaos.faults.kill.inject = lambda scene: None
 """
     assert run(plan, harmless + DRIVER)[0] == 0
-    assert PlanDirectory(tmp_path).fired()[0].process.what_became_of_it()
+    process = PlanDirectory(tmp_path).fired()[0].process
+    assert process is not None and process.what_became_of_it()
     assert witness_fired(tmp_path) == []
 
 
@@ -199,7 +200,7 @@ def test_an_injection_that_fails_is_never_witnessed(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, {"target": "driver", "at": "generate.request"})
     refused = """
 import chaos.faults.kill
-def inject(pid):
+def inject(scene):
     raise PermissionError("not yours")
 chaos.faults.kill.inject = inject
 """
@@ -251,6 +252,95 @@ def test_a_fault_is_claimed_once_however_many_try(tmp_path: Path) -> None:
     assert PlanDirectory(tmp_path).fired() == [fired]
 
 
+def test_a_process_that_stops_itself_goes_on_where_it_was(tmp_path: Path) -> None:
+    plan = write_plan(
+        tmp_path, {"fault": "stop", "target": "driver", "at": "generate.request", "step": 2, "seconds": 0.2}
+    )
+    code, lines = run(plan, DRIVER)
+    assert (code, len(lines)) == (0, 9)
+    (event,) = witness_fired(tmp_path)
+    assert event.evidence == f"pid {event.pid} is stopped" and event.step == 2
+
+
+def test_a_fault_that_lasts_and_can_t_be_injected_holds_nobody_up(tmp_path: Path) -> None:
+    """Its target is a store, and the plan does not say where that is."""
+    fault = {"fault": "read_only", "target": "store:file", "at": "generate.request", "step": 1}
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"faults": [fault]}))
+    assert run(plan, "import chaos.faults.read_only as f\nf.available = lambda: None\n" + DRIVER)[0] == 0
+    assert witness_fired(tmp_path) == []
+    assert PlanDirectory(tmp_path).outcome(0) is not None, "it is known that nothing was seen"
+
+
+def test_a_rank_is_altered_from_within(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, {"fault": "non_finite_gradient", "target": "policy:1", "at": "train.optimizer"})
+    rank = """
+from types import SimpleNamespace
+import torch
+from checkpointing.phases import reached
+model = torch.nn.Linear(2, 1)
+model(torch.ones(2)).sum().backward()
+reached("worker.started", role="policy", rank=1)
+reached("train.optimizer", role="policy", rank=1, step=2, owner=SimpleNamespace(model=model))
+print(int(model.weight.grad.isnan().sum()))
+"""
+    assert run(plan, rank) == (0, ["1"])
+    (event,) = witness_fired(tmp_path)
+    assert event.evidence.startswith("the gradient of weight begins with NaN")
+
+
+def test_a_loader_worker_is_a_process_that_the_driver_has_spawned(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, {"target": "loader:1", "at": "generate.begin"})
+    spawned = """
+import multiprocessing, time
+from checkpointing.phases import reached
+reached("driver.started", role="driver", attempt=1)
+context = multiprocessing.get_context("spawn")
+children = [context.Process(target=time.sleep, args=(600,)) for _ in range(2)]
+for child in children:
+    child.start()
+reached("generate.begin", step=1)
+children[1].join()
+print(children[1].exitcode, flush=True)
+children[0].terminate()
+"""
+    assert run(plan, spawned) == (0, ["-9"])
+    assert len(witness_fired(tmp_path)) == 1
+
+
+SUPERVISOR = """
+import pathlib, subprocess, sys
+from chaos.directory import PlanDirectory
+from chaos.process import ProcessId
+PlanDirectory(pathlib.Path(sys.argv[1])).announce("supervisor", ProcessId.current())
+subprocess.run([sys.executable, "-c", sys.argv[2]])
+"""
+DIES_WITH_ITS_PARENT = "import ctypes; ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, as ours do"
+
+
+def test_a_driver_that_dies_with_its_supervisor_leaves_a_witness(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, {"target": "supervisor", "at": "generate.request", "step": 2})
+    assert run(plan, SUPERVISOR, tmp_path, DIES_WITH_ITS_PARENT + DRIVER)[0] == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while not (seen := witness_fired(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [event.target for event in seen] == ["supervisor"]
+
+
+def test_a_supervisor_that_was_not_killed_and_ends_later_is_not_witnessed(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chaos.faults.kill.inject", lambda scene: None)
+    monkeypatch.setattr(lasting, "_EFFECT_SECONDS", 0.1)
+    fired = self_fired(ProcessId.of(sleeper.pid)).model_copy(update={"target": "supervisor"})
+    directory = PlanDirectory(tmp_path)
+    directory.claim(fired)
+    lasting.hold(directory, fired)
+    sleeper.kill()
+    sleeper.wait()
+    assert witness_fired(tmp_path) == []
+
+
 GOOD = {"fault": "kill", "target": "policy:1", "at": "train.optimizer"}
 
 
@@ -258,7 +348,7 @@ GOOD = {"fault": "kill", "target": "policy:1", "at": "train.optimizer"}
     ("fault", "message"),
     [
         (GOOD | {"at": "train.optimiser"}, r"faults\.0\.at: .*no phase 'train.optimiser'.*train\.optimizer"),
-        (GOOD | {"fault": "murder"}, "no fault 'murder'; there are: kill"),
+        (GOOD | {"fault": "murder"}, "no fault 'murder'; there are: alter_state, .*kill"),
         (GOOD | {"target": "policy"}, r"faults\.0\.target"),
         (GOOD | {"reached_by": "1"}, r"faults\.0\.reached_by"),
         (GOOD | {"nth": 0}, r"faults\.0\.nth"),
@@ -289,12 +379,28 @@ def test_listening_without_a_plan_is_refused(tmp_path: Path) -> None:
     assert run(plan, DRIVER) == (1, [])
 
 
-def test_every_fault_is_found_and_whole() -> None:
-    assert "kill" in faults.names()
-    for name in faults.names():
-        fault = faults.load(name)
-        assert callable(fault.inject)
-        assert callable(fault.witness)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (GOOD | {"seconds": 3}, "'kill' is over once it is injected"),
+        (GOOD | {"parameters": {"hard": True}}, "'kill': hard: Extra inputs"),
+        (GOOD | {"fault": "straggle", "parameters": {"share": 2}}, "'straggle': share: Input should be less than 1"),
+        (GOOD | {"target": "store:file"}, "breaks a target such as driver, not store:file"),
+        (GOOD | {"fault": "flip_blob"}, "breaks a target such as store:file, not policy:1"),
+        (GOOD | {"fault": "engine_slow"}, "breaks a target such as engine:0, not policy:1"),
+        (GOOD | {"fault": "s3_down"}, "breaks a target such as store:s3, not policy:1"),
+        (GOOD | {"fault": "s3_down", "target": "store:file"}, "a tier that is reached by HTTP, not store:file"),
+        (GOOD | {"fault": "flip_blob", "target": "store:file"}, "say by which process it is `reached_by`"),
+        (GOOD | {"fault": "alter_state", "at": "save.capture"}, "from within a rank: at train.optimizer"),
+        (GOOD | {"fault": "alter_state", "reached_by": "policy:0"}, "reached by the target itself"),
+        (GOOD | {"fault": "delete_pod"}, "can't be done here: needs a Kubernetes cluster"),
+    ],
+)
+def test_a_fault_that_is_not_possible_so_is_refused(tmp_path: Path, fault: dict[str, object], message: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"faults": [fault]}))
+    with pytest.raises(ConfigError, match=message):
+        FaultPlan.load(path)
 
 
 def test_unavailable_fault_is_refused_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import psutil
 
-from harness.processes import reap, spawn
+from harness.processes import SHARED_MEMORY, reap, spawn
 
 # Starts a child, says its pid, and waits. The child outlives a SIGKILL of its parent and has nothing but the session.
 LEADER = """
@@ -53,3 +54,32 @@ def test_a_session_whose_number_was_given_to_another_process_is_left_alone(tmp_p
     assert not gone(child)
     reap(tmp_path / "sessions")
     process.wait()
+
+
+SHARING = """
+import multiprocessing, os, sys, time
+from multiprocessing import shared_memory
+lock = multiprocessing.get_context("spawn").Lock()
+block = shared_memory.SharedMemory(create=True, size=4096)
+print(block._name.lstrip("/"), lock._semlock.name.lstrip("/"), flush=True)
+time.sleep(600)
+"""
+
+
+def test_shared_memory_of_what_was_killed_is_given_back(tmp_path: Path) -> None:
+    """As vLLM's core leaves it: whoever would unlink it is killed in the same moment. Nobody else's is touched."""
+    ours = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        process = spawn([sys.executable, "-c", SHARING], os.environ, tmp_path / "log", tmp_path / "sessions")
+        while not (tmp_path / "log").read_text().endswith("\n"):
+            time.sleep(0.05)
+        block, semaphore = (tmp_path / "log").read_text().split()
+        left = [SHARED_MEMORY / block, SHARED_MEMORY / f"sem.{semaphore}"]
+        assert all(path.exists() for path in left), "or nothing is shown"
+        reap(tmp_path / "sessions")
+        process.wait()
+        assert [path for path in left if path.exists()] == []
+        assert (SHARED_MEMORY / ours.name).exists()
+    finally:
+        ours.close()
+        ours.unlink()

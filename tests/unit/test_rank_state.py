@@ -1,6 +1,7 @@
 """Capture and restore of one rank's parameters, moments, scheduler and RNG streams, on a small real model and AdamW."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from checkpointing.blobs import get_blob, put_blob
 from checkpointing.canonical import canonical_json
 from checkpointing.errors import CheckpointError, CorruptBlob, DivergenceError, MissingEntry
-from checkpointing.store import Store, open_store
+from checkpointing.manifest import Shard
+from checkpointing.staging import StagingBuffer, write_staged
+from checkpointing.store import Store
 from checkpointing.tensors import pack_tensors, unpack_tensors
 from trainer import rank_state
 from trainer.captured import Captured
-from trainer.shards import digest_entries, read_entries, require_equal, write_entries
+from trainer.shards import digest_entries, fetch_entry, require_equal, restore_entries
+from trainer.staging import stage_entries
 from trainer.state import entries_of
 
 POLICY_ONLY: Any = SimpleNamespace(
@@ -24,6 +28,17 @@ POLICY_ONLY: Any = SimpleNamespace(
     update_ref_every_epoch=False,
 )
 ENTRIES = entries_of("policy", POLICY_ONLY)
+
+
+def write_entries(entries: Any, owner: Any, store: Store, rank: int = 0) -> dict[str, Shard]:
+    return write_staged(stage_entries(entries, owner, StagingBuffer(), rank, step=1), [store])
+
+
+def read_entries(entries: Any, owner: Any, store: Store, shards: dict[str, Shard]) -> dict[str, Shard]:
+    read = partial(get_blob, store)
+    named = {entry.name: entry for entry in entries}
+    fetched = {n: fetch_entry(named[n], owner, 0, 1, [shards[n]], read, 1) for n in named if n in shards}
+    return restore_entries(entries, owner, fetched, next(iter(shards.values())).rank)
 
 
 class Rank:
@@ -48,11 +63,6 @@ class Rank:
             self.optimizer.zero_grad()
             losses.append(loss.item())
         return losses
-
-
-@pytest.fixture
-def store(tmp_path: Any) -> Store:
-    return open_store(str(tmp_path))
 
 
 def test_a_fresh_rank_continues_bit_for_bit(store: Store) -> None:
@@ -160,6 +170,7 @@ def test_rng_is_json_and_plain_tensors_and_damage_to_it_is_fatal(store: Store) -
     captured = rank_state.capture_rng(None)
     canonical_json(captured.data)
     assert unpack_tensors(pack_tensors(captured.tensors)).keys() == captured.tensors.keys()
+    put_blob(store, canonical_json(captured.data))
     blob = put_blob(store, pack_tensors(captured.tensors))
     store.put(blob.key, get_blob(store, blob)[:-1] + b"\x01")
     entry = next(entry for entry in ENTRIES if entry.name == "policy/rng")

@@ -1,0 +1,51 @@
+"""Mounts over a store's folder, for what only a file system can do. They need root and the right to mount."""
+
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from checkpointing.errors import ConfigError
+
+
+@cache
+def why_not() -> str | None:
+    """None where a file system can be mounted here, else the reason."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mount("-t", "tmpfs", "-o", "size=64k", "tmpfs", folder)
+        except ConfigError as error:
+            return f"no file system can be mounted here: {error}"
+        unmount(Path(folder))
+    return None
+
+
+def mount(*arguments: str) -> None:
+    """mount(8). Raises ConfigError with what it says."""
+    _run("mount", *arguments)
+
+
+def unmount(folder: Path) -> None:
+    """Also where a file below it is still open. Nothing happens where nothing is mounted."""
+    if kind(folder) is not None:
+        _run("umount", "--lazy", str(folder))
+
+
+def kind(folder: Path) -> str | None:
+    """The type of the file system that is mounted exactly at `folder`, the newest where there are several."""
+    wanted = str(folder.resolve()).replace(" ", "\\040")
+    found = None
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        place, _, rest = line.partition(" - ")
+        if place.split()[4] == wanted:
+            found = rest.split()[0]
+    return found
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{command[0]} is not installed") from error
+    if done.returncode != 0:
+        raise ConfigError(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")

@@ -1,0 +1,1 @@
+"""A seeded simulation of whole runs that drives the product's own code. See docs/drills.md, "Simulation"."""
