@@ -12,8 +12,8 @@ from chaos.scene import Parameters, Scene
 __all__ = ["KIND", "Parameters", "available", "heal", "inject", "witness"]
 
 KIND: Kind = "process"
-_BYTES = 1 << 20
-"""What it may yet take: what it has is charged to the group that it comes from."""
+_BYTES = 0
+"""What it may yet take, not a page: what it has is charged to the group that it comes from."""
 
 
 class _Hierarchy(NamedTuple):

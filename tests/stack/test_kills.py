@@ -87,7 +87,10 @@ def test_every_kind_of_fault_in_one_run(
         "what was finished when it was killed is not generated again"
     )
     resumed = attempts(killed)
-    assert resumed == [None, None, 2, 3, 5, *([6] if "memory_limit" in can else []), 8, 8, 12]
+    at_limit = resumed[5:-3]
+    assert [*resumed[:5], *resumed[-3:]] == [None, None, 2, 3, 5, 8, 8, 12]
+    # At its limit a process dies when it next takes memory: in that step, or in the next after its save.
+    assert at_limit in ([[6], [7]] if "memory_limit" in can else [[]])
     assert STEPS_PER_EPOCH in resumed, "one resume was exactly at the end of an epoch"
     assert len(recoveries(killed)) == len(resumed) - 1, "a keeper's death ends no attempt"
     rejected = [record.event.step for record in killed if isinstance(record.event, CheckpointRejected)]
