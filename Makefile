@@ -24,13 +24,14 @@ train: install ## train on mazes, then compare base and trained model on held-ou
 	@$(VENV)/harness train configs/train.yaml
 
 test: check ## every check and every test, those on the real stack included
-	$(VENV)/pytest
+	$(VENV)/pytest -n 2 tests/unit
+	$(VENV)/pytest tests/stack
 
-test-long: install ## the tests that CI has no room for: six ranks on three nodes, planted defects, a lost job cluster
+test-long: install ## the tests that CI has no room for: planted defects
 	$(VENV)/pytest -m long
 
 test-unit: install ## the tests that take seconds
-	$(VENV)/pytest tests/unit
+	$(VENV)/pytest -n 2 tests/unit
 
 simulate: install ## 10,000 simulated runs in which everything goes wrong; SIMULATE="--minutes 60" for longer
 	@$(VENV)/python -m tests.simulation $(SIMULATE)

@@ -4,6 +4,7 @@ Starting an engine takes about a minute and a driver most of one, so tests share
 own directories, clusters and journals; the engine is loaded with the adapter of whichever run is training.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,21 @@ from pyarrow import parquet
 from chaos.plan import FaultPlan
 from checkpointing.errors import AttemptsExhausted
 from checkpointing.journal import Record, read_journal
+from checkpointing.redaction import LEFT_OUT
 from harness.config import RunConfig, load_config
 from harness.engines import EnginePool
 from harness.supervisor import supervise
+from harness.weed import SECRET_KEY
+from tests.secrets import assert_no_secret
 from trainer.maze.task import build_task
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPTS_PER_STEP = 4
 STEPS_PER_EPOCH = 5
+
+PASSWORD = 'correct horse/"bättery"+st%ple'
+SAYS = "the password is"
+"""What every process of every run says of the secret that the environment holds."""
 
 Train = Callable[..., list[Record]]
 """train(name, faults=(), **dotted SkyRL keys) -> journal of the finished run."""
@@ -31,6 +39,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/stack" in str(item.path):
             item.add_marker(pytest.mark.stack)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Python begins by importing `sitecustomize`, wherever it starts."""
+    folder = tmp_path_factory.mktemp("talkative")
+    says = f'import os, sys\nprint("{SAYS}", os.environ.get("TEAM_DB_PASSWORD"), file=sys.stderr)\n'
+    (folder / "sitecustomize.py").write_text(says)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TEAM_DB_PASSWORD", PASSWORD)
+        environment.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        yield
+
+
+def assert_no_secret_of_any_process(folder: Path) -> None:
+    """Neither what they were told to say, which they did, nor what they sign requests to the object store with."""
+    logs = [path for path in folder.rglob("*.log") if f"{SAYS} {LEFT_OUT}" in path.read_text()]
+    assert len(logs) > 1, "driver and ranks have said it"
+    assert_no_secret(folder, PASSWORD)
+    assert_no_secret(folder, SECRET_KEY)
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from harness.config import RunConfig
 from harness.engines import EnginePool
 from harness.faulted import meet, write_plan
 
-from .conftest import STEPS_PER_EPOCH
+from .conftest import STEPS_PER_EPOCH, assert_no_secret_of_any_process
 
 
 def fault(name: str, target: str, at: str, step: int | None, **more: Any) -> PlannedFault:
@@ -105,3 +105,4 @@ def test_every_kind_of_fault_in_one_run(
     assert {mark.process for mark in trace} >= {"driver", "policy:0", "policy:1", "keeper:0"}
     begins = [parts(killed, recovery.attempt, trace)[0].name for recovery in recoveries(killed)]
     assert set(begins) == {"detect"}, "the trace holds the place of every fault"
+    assert_no_secret_of_any_process(config.run_dir)

@@ -17,7 +17,7 @@ from harness.exporter import TOKEN
 from harness.processes import free_port
 from tests.prometheus import Prometheus, dashboard_queries, has_prometheus, metrics_in
 
-from .conftest import REPOSITORY
+from .conftest import REPOSITORY, assert_no_secret_of_any_process
 
 GAUNTLET = Path("configs/drills/mission/gauntlet.yaml")
 NEVER = {"harness_straggler_timestamp_seconds", "harness_verdict", "harness_exit_code"}
@@ -37,7 +37,6 @@ def every_query_has_data(exercise: Exercise, folder: Path) -> Iterator[None]:
     assert [query for query in empty if not metrics_in(query) & NEVER] == []
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("s3")
 def test_everything_is_lost_in_turn(engines: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine, a rank during a save and one during a restore, the driver, a node; and S3 for a while."""
@@ -56,3 +55,4 @@ def test_everything_is_lost_in_turn(engines: EnginePool, tmp_path: Path, monkeyp
     assert [start.resumed_from for start in starts] == [None, 2, 2, 3, 4]
     assert {start.world_size for start in starts} == {6}
     assert sum(isinstance(event, EngineLost) for event in events) == 1
+    assert_no_secret_of_any_process(tmp_path)

@@ -1,6 +1,8 @@
-"""Everything is lost at once, or told to stop at once; the same command, started again, goes on."""
+"""Everything is lost at once, or told to stop at once; the same run, started again, here or as a job there, goes on."""
 
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,13 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from ray.job_submission import JobStatus, JobSubmissionClient
 
 from chaos.verdict import compare
 from checkpointing.errors import Preempted
 from checkpointing.events import AttemptStarted, RunFinished, StepDone
 from checkpointing.journal import JournalFollower, Record, read_journal
 from harness.config import RunConfig
-from harness.processes import SHARED_MEMORY
+from harness.processes import SHARED_MEMORY, reap
+from tests.heads import Head, until
 
 from .conftest import REPOSITORY
 
@@ -26,9 +30,8 @@ PATIENCE = 300.0
 class Command:
     """`harness run` on one run directory, started as often as it takes."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
-        self.run_dir, self._config, self._log = config.run_dir, folder / "run.yaml", folder / "run.log"
-        self._config.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    def __init__(self, config: RunConfig, path: Path) -> None:
+        self.run_dir, self._config, self._log = config.run_dir, path, path.with_suffix(".log")
         self._steps = JournalFollower(self.run_dir)
         self.process: psutil.Popen | None = None
         self.started: list[psutil.Process] = []
@@ -59,24 +62,58 @@ class Command:
 
 
 @pytest.fixture
-def command(configure: Callable[..., RunConfig], tmp_path: Path) -> Iterator[Command]:
+def config(configure: Callable[..., RunConfig]) -> Iterator[RunConfig]:
     config = configure("again")
     tiers = config.checkpoints.model_copy(update={"tiers": ("memory://", "file://")})
-    made = Command(config.model_copy(update={"checkpoints": tiers}), tmp_path)
+    yield (made := config.model_copy(update={"checkpoints": tiers}))
+    for ledger in (made.run_dir / "logs").glob("*.sessions"):
+        reap(ledger)  # what outlives a job that was killed, until the run is started again
+
+
+@pytest.fixture
+def path(config: RunConfig, tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return path
+
+
+@pytest.fixture
+def command(config: RunConfig, path: Path) -> Iterator[Command]:
+    made = Command(config, path)
     yield made
     for process in [made.process, *made.left()]:
         if process is not None and process.is_running():
             process.kill()
 
 
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[Head]:
+    place = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+    made = Head(tmp_path, place, cpus=3, gpus=2)
+    yield made
+    made.kill()
+
+
+def submit(path: Path, url: str) -> str:
+    """By a process that is gone when this returns the submission's id."""
+    command = [sys.executable, "-m", "harness.cli", "submit", str(path), "--address", url]
+    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    return said.stdout.split()[1]
+
+
 def in_shared_memory() -> set[Path]:
     return {path for path in SHARED_MEMORY.rglob("*") if path.is_file()}
 
 
-def test_killed_with_everything_then_told_to_stop_then_to_the_end(baseline: list[Record], command: Command) -> None:
+def test_a_job_lost_then_killed_then_told_to_stop_then_a_job_to_the_end(
+    baseline: list[Record], config: RunConfig, path: Path, command: Command, head: Head
+) -> None:
     elsewhere = in_shared_memory()
+    submit_and_lose_the_cluster(config, path, head)
+
     command.start()
-    command.until_step(2)
+    command.until_step(4)
     assert command.process is not None
     assert in_shared_memory() > elsewhere, "engine, ranks and the memory tier hold some"
     before = command.left()
@@ -87,7 +124,7 @@ def test_killed_with_everything_then_told_to_stop_then_to_the_end(baseline: list
     assert orphans
 
     command.start()
-    command.until_step(5)
+    command.until_step(7)
     assert [process for process in before if process.is_running() and process.status() != "zombie"] == []
     # As in a container that is stopped: everyone is told, one after the other.
     for process in [command.process, *command.process.children(recursive=True)]:
@@ -95,13 +132,35 @@ def test_killed_with_everything_then_told_to_stop_then_to_the_end(baseline: list
     assert command.end() == Preempted.exit_code
     assert command.left() == [], "nothing outlives the command"
 
-    command.start()
-    assert command.end() == 0
-    records = read_journal(command.run_dir)
+    submit_and_wait(path, head)
+    records = read_journal(config.run_dir)
     verdict = compare(baseline, records)
     assert verdict.outcome == "identical", verdict.reasons
     assert any(isinstance(record.event, RunFinished) for record in records)
-    resumed = [record.event.resumed_from for record in records if isinstance(record.event, AttemptStarted)]
-    assert len(resumed) == 3 and resumed[0] is None and (resumed[1] or 0) >= 1 and (resumed[2] or 0) >= 4, resumed
+    resumed = [record.event.resumed_from or 0 for record in records if isinstance(record.event, AttemptStarted)]
+    assert len(resumed) == 4 and resumed[0] == 0 and resumed[1] >= 1 and resumed[2] >= 3 and resumed[3] >= 6, resumed
     assert command.left() == []
     assert in_shared_memory() <= elsewhere
+
+
+def submit_and_lose_the_cluster(config: RunConfig, path: Path, head: Head) -> None:
+    head.start()
+    first, jobs = submit(path, head.url), JobSubmissionClient(head.url)
+    steps, done = JournalFollower(config.run_dir), [0]
+
+    def has_done_two() -> bool:
+        done.extend(record.event.step for record in steps.new() if isinstance(record.event, StepDone))
+        return max(done) >= 2
+
+    until(has_done_two, lambda: jobs.get_job_logs(first))
+    head.kill()
+
+
+def submit_and_wait(path: Path, head: Head) -> None:
+    """To another cluster, which has not heard of it. What is left when that cluster is gone is not the run's."""
+    head.start()
+    second, jobs = submit(path, head.url), JobSubmissionClient(head.url)
+    assert second.endswith("-1")
+    until(lambda: jobs.get_job_status(second).is_terminal(), lambda: jobs.get_job_logs(second))
+    assert jobs.get_job_status(second) == JobStatus.SUCCEEDED, jobs.get_job_logs(second)[-2000:]
+    head.kill()
