@@ -25,7 +25,7 @@ KILL = {"fault": "kill", "target": "driver", "at": "generate.request", "step": 2
 @pytest.fixture
 def talker(configure: Callable[..., RunConfig]) -> Callable[[str], RunConfig]:
     """Configs of runs whose base model was warmed up on conversations: the shared one answers with whole paths."""
-    paths = build_task(REPOSITORY / "build" / "maze-turns", MazeSpec(max_turns=TURNS, held_out=200))
+    paths = build_task(REPOSITORY / "build" / "maze-turns", MazeSpec(max_turns=TURNS, held_out=200, warm_up_steps=40))
     keys: dict[str, Any] = {
         "generator.max_turns": TURNS,
         "trainer.max_training_steps": 2,
