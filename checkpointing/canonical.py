@@ -8,6 +8,8 @@ from blake3 import blake3
 
 from checkpointing.errors import FormatError
 
+_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
 
 def canonical_json(obj: Any) -> bytes:
     """`obj` as UTF-8 JSON: keys sorted by code point, no spaces, nothing escaped that need not be.
@@ -16,8 +18,7 @@ def canonical_json(obj: Any) -> bytes:
         FormatError: `obj` is not JSON: a NaN or infinity, an object, a key that is not a string beside one that is.
     """
     try:
-        text = json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return text.encode()
+        return _JSON.encode(obj).encode()
     except (TypeError, ValueError) as error:
         raise FormatError(
             f"cannot be written as canonical JSON: {error}; use strings, whole and finite numbers"

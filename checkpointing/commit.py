@@ -29,9 +29,13 @@ def attempt_key(attempt: int) -> str:
     return f"attempts/{attempt:06d}.json"
 
 
+_COMMIT_KEY = re.compile(r"commits/([0-9]{10,})-([0-9]{6,})\.json")
+_ATTEMPT_KEY = re.compile(r"attempts/([0-9]{6,})\.json")
+
+
 def parse_commit_key(key: str) -> tuple[int, int]:
     """(step, attempt) as numbers: names sort by text only as long as no step outgrows its zeros."""
-    match = re.fullmatch(r"commits/([0-9]{10,})-([0-9]{6,})\.json", key)
+    match = _COMMIT_KEY.fullmatch(key)
     if not match or commit_key(int(match[1]), int(match[2])) != key:
         raise FormatError(f"{key!r} is not the key of a commit")
     return int(match[1]), int(match[2])
@@ -232,7 +236,7 @@ def read_record[R: Record](kind: type[R], store: Store, key: str) -> R:
 
 def attempt_numbers(store: Store) -> set[int]:
     keys = (item.key for item in store.list("attempts/"))
-    return {int(match[1]) for key in keys if (match := re.fullmatch(r"attempts/([0-9]{6,})\.json", key))}
+    return {int(match[1]) for key in keys if (match := _ATTEMPT_KEY.fullmatch(key))}
 
 
 def commit_positions(store: Store) -> set[tuple[int, int]]:

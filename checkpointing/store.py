@@ -11,7 +11,18 @@ from typing import NamedTuple, Protocol
 
 from checkpointing.errors import AlreadyExists, ConfigError, FormatError, KeyMissing
 
-__all__ = ["BACKENDS", "AlreadyExists", "Item", "KeyMissing", "Promises", "Store", "check_key", "is_part", "open_store"]
+__all__ = [
+    "BACKENDS",
+    "AlreadyExists",
+    "Item",
+    "KeyMissing",
+    "Promises",
+    "Store",
+    "check_key",
+    "is_key",
+    "is_part",
+    "open_store",
+]
 
 BACKENDS = {
     "file": "checkpointing.stores.posix",
@@ -22,6 +33,7 @@ BACKENDS = {
 """{URL scheme: module with `from_url(url: str) -> Store`}; imported on use, as clients of object stores are heavy."""
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+_KEY = re.compile(rf"{_PART.pattern}(/{_PART.pattern})*")
 
 
 class Item(NamedTuple):
@@ -74,6 +86,11 @@ def is_part(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
+def is_key(name: str) -> bool:
+    """Whether `check_key` would return it."""
+    return _KEY.fullmatch(name) is not None
+
+
 def check_key(key: str) -> str:
     """Return `key` if it is one: parts of `A-Z a-z 0-9 _ . -` joined by "/", each of 1 to 255 characters and not
     beginning with "." or "-".
@@ -84,7 +101,7 @@ def check_key(key: str) -> str:
     Raises:
         FormatError: it is not a key.
     """
-    if not all(is_part(part) for part in key.split("/")):
+    if not is_key(key):
         raise FormatError(f"{key!r} is not a key: it must be a relative path of letters, digits, '_', '.' and '-'")
     return key
 

@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 
 from checkpointing.errors import AlreadyExists, ConfigError, KeyMissing, StoreError
-from checkpointing.store import Item, Promises, Store, check_key, is_part
+from checkpointing.store import Item, Promises, Store, check_key, is_key
 
 _S3, _LOCAL, _MEMORY = {"s3", "s3a"}, {"file", "local"}, {"memory"}
 
@@ -64,7 +64,7 @@ class FsspecStore:
             return []
         start = len(self._root) + 1
         items = (Item(path[start:], entry["size"]) for path, entry in found.items())
-        return sorted(item for item in items if item.key.startswith(prefix) and all(map(is_part, item.key.split("/"))))
+        return sorted(item for item in items if item.key.startswith(prefix) and is_key(item.key))
 
     def delete(self, key: str) -> None:
         check_key(key)

@@ -23,7 +23,7 @@ from obstore.store import S3Store as Objects
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
 
 from checkpointing.errors import AlreadyExists, ConfigError, KeyMissing, StoreError
-from checkpointing.store import Item, Promises, Store, check_key, is_part
+from checkpointing.store import Item, Promises, Store, check_key, is_key
 from checkpointing.stores.s3_errors import Expired, Transient, explained
 
 _log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class S3Store:
                 for page in pages
                 for entry in page.get("Contents", ())
             ]
-            return sorted(Item(key, size) for key, size in found if all(map(is_part, key.split("/"))))
+            return sorted(Item(key, size) for key, size in found if is_key(key))
 
         return self._verb("list", path, once)
 

@@ -28,6 +28,7 @@ class Process:
 
     def __init__(self, clock: "Clock", name: str, pid: int, parent: "Process | None", env: dict[str, str]) -> None:
         self.clock, self.name, self.pid, self.parent, self.env = clock, name, pid, parent, env
+        self.label = f"{name} {pid}"
         self.code: int | None = None
         self.words = ""
         self.attempt = 0
@@ -80,11 +81,20 @@ class Thread:
         self._hand = _Hand.idle.pop() if _Hand.idle else _Hand()
         self._hand.work, self.baton = self._body, self._hand.baton
         self.ticket = 0
+        self.ready: Callable[[], bool] | None = None
+        self.end: float | None = None
+        """What it waits for, and until when."""
         self.over = False
         self.heir: Thread | _Outside | None = None
         self.seen: dict[str, int] = {}
         """{tier: newest attempt there when this thread last looked}, until it changes something: see invariants.py."""
         process.threads.append(self)
+
+    def looks_in_vain(self) -> bool:
+        """It waits, and would do nothing with its turn but wait on."""
+        if self.ready is None or self.process.code is not None or self.ready():
+            return False
+        return self.end is None or self.process.clock.now < self.end
 
     def _body(self) -> None:
         clock = self.process.clock
@@ -185,16 +195,23 @@ class Clock:
         """Until `ready`, for which whoever changes something calls `wake_all`; at most `seconds`. Whether it is."""
         end = None if seconds is None else self.now + seconds
         me = self.current
-        while not ready():
-            if end is not None and self.now >= end:
-                return False
-            if me.process.code is not None:
-                raise Killed
-            self._waiting[me] = None
-            if end is not None and not me.process.paused:
-                self._queue(me, end)
-            self._park(me)
-        return True
+        if ready():
+            return True
+        if end is not None and self.now >= end:
+            return False
+        if me.process.code is not None:
+            raise Killed
+        me.ready, me.end = ready, end
+        self._wait_on(me)
+        self._park(me)
+        me.ready = None
+        return ready()
+
+    def _wait_on(self, thread: Thread) -> None:
+        self._waiting.pop(thread, None)
+        self._waiting[thread] = None
+        if thread.end is not None and not thread.process.paused:
+            self._queue(thread, thread.end)
 
     def wake_all(self) -> None:
         """Whoever waits looks again."""
@@ -235,6 +252,9 @@ class Clock:
             if self.now > MOST_SECONDS:
                 self.failed(Stuck("progress: the run does not come to an end"))
                 break
+            if thread.looks_in_vain():  # asked here, as it costs far less than its turn
+                self._wait_on(thread)
+                continue
             self.current = thread
             thread.baton.release()
             return

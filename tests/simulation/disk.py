@@ -52,10 +52,11 @@ class Disk:
 
     def find(self, path: str) -> File | Folder | None:
         here: File | Folder | None = self.root
-        for part in path.split("/")[1:]:
-            if not isinstance(here, Folder):
-                return None
-            here = here.names.get(part) if part else here
+        for part in path.split("/"):
+            if part:
+                if type(here) is not Folder:
+                    return None
+                here = here.names.get(part)
         return here
 
     def need(self, path: str) -> File | Folder:

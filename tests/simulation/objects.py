@@ -122,10 +122,19 @@ class Connection:
 
     def paginate(self, Bucket: str, Prefix: str) -> Any:  # boto3's names
         def effect() -> list[dict[str, Any]]:
-            found = sorted(self.bucket.objects.items())
-            return [{"Key": key, "Size": len(data)} for key, data in found if key.startswith(Prefix)]
+            objects = self.bucket.objects
+            found = sorted(key for key in objects if key.startswith(Prefix))
+            return [{"Key": key, "Size": len(objects[key])} for key in found]
 
         return [{"Contents": self.bucket.request("list", Prefix, effect, lambda _: None), "Uploads": []}]
+
+
+class _Answer:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def bytes(self) -> bytes:
+        return self._data
 
 
 class Obstore:
@@ -136,14 +145,8 @@ class Obstore:
         to.put(path, bytes(data), mode)
 
     @staticmethod
-    def get(at: Connection, path: str) -> Any:
-        data = at.get(path)
-
-        class Answer:
-            def bytes(self) -> bytes:
-                return data
-
-        return Answer()
+    def get(at: Connection, path: str) -> _Answer:
+        return _Answer(at.get(path))
 
     @staticmethod
     def delete(at: Connection, path: str) -> None:

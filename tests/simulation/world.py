@@ -21,6 +21,7 @@ import checkpointing.disk
 import checkpointing.journal
 import checkpointing.phases
 import checkpointing.progress
+import checkpointing.redaction
 import checkpointing.replicator
 import checkpointing.stores.posix
 import checkpointing.stores.s3
@@ -128,7 +129,7 @@ class World:
 
     def note(self, what: str, where: str) -> None:
         current = self.clock.current
-        name = f"{current.process.name} {current.process.pid}" if isinstance(current, Thread) else "-"
+        name = current.process.label if isinstance(current, Thread) else "-"
         self.trace.append((self.clock.now, name, f"{what} {where}"))
 
     def point(self, name: str, seconds: float) -> None:
@@ -136,7 +137,7 @@ class World:
         process = self.clock.current.process
         if process.code is not None:
             raise Killed
-        self.trace.append((self.clock.now, f"{process.name} {process.pid}", name))
+        self.trace.append((self.clock.now, process.label, name))
         if len(self.trace) > MOST_POINTS:
             raise Violation("progress: the run does not come to an end")
         if process.name != "nature":
@@ -234,6 +235,7 @@ class World:
             main_thread=lambda: clock.current.process.threads[0],
         )
         tokens = SimpleNamespace(token_hex=lambda n: self.rng.randbytes(n).hex())
+        no_secrets = checkpointing.redaction.redactor({})
         quiet = SimpleNamespace(SIGTERM=signal.SIGTERM, SIGINT=signal.SIGINT, SIG_IGN=None, signal=lambda *_: None)
         pool = {"ThreadPoolExecutor": lambda workers, **_: Executor(clock, workers)}
         return {
@@ -241,6 +243,7 @@ class World:
             checkpointing.commit: {"secrets": tokens, "time": time},
             checkpointing.disk: {"os": os},
             checkpointing.journal: {"os": os, "time": time, "threading": threading},
+            checkpointing.redaction: {"redactor": lambda: no_secrets},
             checkpointing.progress: {"os": os, "time": time, "threading": threading},
             checkpointing.stores.posix: {"os": os, "time": time, "secrets": tokens, "Path": Path},
             checkpointing.stores.s3: {"time": time, "threading": threading, "obstore": Obstore},
