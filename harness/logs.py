@@ -7,8 +7,9 @@
     process  driver, engine-0, "policy rank 1 (pid 4711)", "Keeper (pid 4712)", raylet, gcs_server, ...
     line     without its newline, colours and secrets (redaction.py), and cut after `MAX_LINE` characters
 
-The supervisor copies what is new each time it looks. The files that it copies from stay as they are, but for Ray's,
-which go with the attempt. With a Ray cluster that is not ours, workers' lines come through the driver's log.
+The supervisor copies what is new each time it looks, and blots secrets out of what it has copied: until then they are
+in the files that processes write to by themselves. Those stay, but for Ray's, which go with the attempt. With a Ray
+cluster that is not ours, workers' lines come through the driver's log.
 """
 
 import logging
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from checkpointing.canonical import canonical_json
 from checkpointing.disk import write_all
-from checkpointing.redaction import redactor
+from checkpointing.redaction import Redact, redactor
 from harness.processes import scratch_of
 
 MAX_LINE = 4000
@@ -29,6 +30,9 @@ PIECE = 64 * 1024
 """Bytes that are read of one file at a time; of a longer line only so much is looked at."""
 PER_LOOK = 256 * 1024
 """Bytes that are read in one look. What is more waits for the next; the last look reads everything."""
+
+LATELY = 16 * PER_LOOK
+"""Bytes of each file that a supervisor that begins looks through for what one that was killed had not come to."""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RAY_LOG = re.compile(
@@ -43,10 +47,13 @@ _log = logging.getLogger(__name__)
 
 
 class Tail:
-    """Reads a growing file from `offset` on, line by line. A file that has shrunk is read anew."""
+    """Reads a growing file from `offset` on, line by line. A file that has shrunk is read anew.
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self.path, self._offset = path, offset
+    With `redact`, what is read is blotted: where it has secrets, the file is overwritten.
+    """
+
+    def __init__(self, path: Path, offset: int = 0, redact: Redact | None = None) -> None:
+        self.path, self._offset, self._redact = path, offset, redact
         self._seen = -1
         """Its size when there was no whole line left to read."""
         self._in_long_line = False
@@ -75,9 +82,26 @@ class Tail:
         if self._in_long_line:
             lines = lines[1:]  # the rest of one that was cut
         self._in_long_line = ends_inside
+        if self._redact is not None:
+            blot(self.path, self._offset, data[:end], self._redact)
         self._offset += end
         self._seen = size if reached_end else -1
         return lines, len(data)
+
+
+def blot(path: Path, offset: int, data: bytes, redact: Redact) -> None:
+    """Overwrite lines of `data`, which `path` holds at `offset`, that have secrets, by as many bytes without them.
+
+    Others may append to the file meanwhile. Raises OSError.
+    """
+    if redact(text := data.decode(errors="replace")) == text:
+        return
+    with path.open("r+b") as file:
+        for line in data.split(b"\n"):
+            text = line.decode(errors="replace")
+            if (clean := redact(text)) != text:
+                os.pwrite(file.fileno(), clean.encode()[: len(line)].ljust(len(line)), offset)
+            offset += len(line) + 1
 
 
 class LogStream:
@@ -88,7 +112,9 @@ class LogStream:
         self._logs, self._ledger = logs, ledger
         self._redact = redactor()
         # What was there before this supervisor belongs to attempts that it did not see.
-        self._engines = {path: Tail(path, _size(path)) for path in engines}
+        self._engines = {path: Tail(path, _size(path), self._redact) for path in engines}
+        for path in {*engines, *logs.glob("*.log")}:
+            self._blot_lately(path)
         self._stream: int | None = None
         self._attempt = 0
         self._tails: dict[Path, Tail] = {}
@@ -106,7 +132,7 @@ class LogStream:
         self._tails, self._listed, self._names, self._scratch = {}, {}, {}, None
         driver, path = self._logs / f"attempt-{attempt:06d}.log", stream_path(self._logs, attempt)
         try:
-            self._tails = {driver: Tail(driver, _size(driver))} | self._engines
+            self._tails = {driver: Tail(driver, _size(driver), self._redact)} | self._engines
             self._listed = {self._logs: _names_in(self._logs)}
             self._logs.mkdir(parents=True, exist_ok=True)
             self._stream = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -154,7 +180,16 @@ class LogStream:
             self._listed[folder] = names
             for name in names - before:
                 if _RANKS_LOG.fullmatch(name) or _RAY_LOG.fullmatch(name):
-                    self._tails[folder / name] = Tail(folder / name)
+                    self._tails[folder / name] = Tail(folder / name, redact=self._redact)
+
+    def _blot_lately(self, path: Path) -> None:
+        size = _size(path)
+        tail = Tail(path, max(0, size - LATELY), self._redact)
+        try:
+            while tail.new(last=True)[1]:
+                pass
+        except OSError as error:
+            _log.warning("%s: secrets in it can't be blotted out: %s", path, error)
 
     def _copy(self, path: Path, last: bool = False) -> int:
         """Copy a piece of what is new in `path`. Returns how many bytes were read."""

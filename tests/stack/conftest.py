@@ -29,7 +29,7 @@ STEPS_PER_EPOCH = 5
 
 PASSWORD = 'correct horse/"bättery"+st%ple'
 SAYS = "the password is"
-"""What every process of every run says of the secret that the environment holds."""
+"""How processes say what secret the environment holds."""
 
 Train = Callable[..., list[Record]]
 """train(name, faults=(), **dotted SkyRL keys) -> journal of the finished run."""
@@ -43,10 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Python begins by importing `sitecustomize`, wherever it starts."""
+    """Processes that run code of users' say a secret as they start: Python begins by importing `sitecustomize`."""
     folder = tmp_path_factory.mktemp("talkative")
-    says = f'import os, sys\nprint("{SAYS}", os.environ.get("TEAM_DB_PASSWORD"), file=sys.stderr)\n'
-    (folder / "sitecustomize.py").write_text(says)
+    (folder / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        'theirs = "harness.driver", "vllm_server_actor", "ray/_private/workers"\n'
+        'if any(name in " ".join(sys.orig_argv) for name in theirs):\n'
+        f'    print("{SAYS}", os.environ.get("TEAM_DB_PASSWORD"), file=sys.stderr)\n'
+    )
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TEAM_DB_PASSWORD", PASSWORD)
         environment.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
@@ -54,9 +58,8 @@ def _talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def assert_no_secret_of_any_process(folder: Path) -> None:
-    """Neither what they were told to say, which they did, nor what they sign requests to the object store with."""
-    logs = [path for path in folder.rglob("*.log") if f"{SAYS} {LEFT_OUT}" in path.read_text()]
-    assert len(logs) > 1, "driver and ranks have said it"
+    """Neither what they said of the password, which they did, nor what they sign requests to the object store with."""
+    assert any(f"{SAYS} {LEFT_OUT}" in path.read_text() for path in folder.rglob("attempt-*.jsonl"))
     assert_no_secret(folder, PASSWORD)
     assert_no_secret(folder, SECRET_KEY)
 

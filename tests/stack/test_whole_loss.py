@@ -21,7 +21,7 @@ from harness.config import RunConfig
 from harness.processes import SHARED_MEMORY, reap
 from tests.heads import Head, until
 
-from .conftest import REPOSITORY
+from .conftest import REPOSITORY, assert_no_secret_of_any_process
 
 PATIENCE = 300.0
 """Seconds for a command to get to where it is to be broken."""
@@ -141,6 +141,7 @@ def test_a_job_lost_then_killed_then_told_to_stop_then_a_job_to_the_end(
     assert len(resumed) == 4 and resumed[0] == 0 and resumed[1] >= 1 and resumed[2] >= 3 and resumed[3] >= 6, resumed
     assert command.left() == []
     assert in_shared_memory() <= elsewhere
+    assert_no_secret_of_any_process(config.run_dir)
 
 
 def submit_and_lose_the_cluster(config: RunConfig, path: Path, head: Head) -> None:

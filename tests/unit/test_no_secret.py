@@ -147,6 +147,34 @@ def test_the_stream_of_logs_does_not(tmp_path: Path) -> None:
     assert len(stream_path(logs, 1).read_bytes().splitlines()) == 2
 
 
+def test_raw_logs_do_not_once_they_are_copied(tmp_path: Path) -> None:
+    """What a process writes by itself has the secret until the supervisor has come to it."""
+    logs = tmp_path / "logs"
+    driver, engine, rank = (logs / name for name in ("attempt-000002.log", "engine-0.log", "ranks-1-2-policy-0-3.log"))
+    logs.mkdir()
+    left = logs / "attempt-000001.log"
+    for path in (left, engine):  # by a supervisor that was killed
+        path.write_text(f"before\n{TEXT}\nafter\n")
+    stream = LogStream(logs, [engine], tmp_path / "sessions")
+    assert_no_secret(logs, SECRET)
+    stream.begin(2)
+    with driver.open("ab") as process, engine.open("ab") as other:
+        for sink in (process, other):
+            sink.write(f"{'x' * 100_000}{SECRET}\n{TEXT}\n".encode())
+            sink.flush()
+        rank.write_text(f"{TEXT}\n{TEXT}")
+        for _ in range(5):
+            stream.look()
+        for sink in (process, other):
+            sink.write(b"and on\n")
+    stream.end()
+    assert_no_secret(logs, SECRET)
+    assert driver.stat().st_size == len(f"{'x' * 100_000}{SECRET}\n{TEXT}\nand on\n".encode())
+    lines = driver.read_text().splitlines()
+    assert lines[0].startswith("x" * 100_000) and lines[1].rstrip() == "403: *** was refused" and lines[2] == "and on"
+    assert left.read_text().split() == ["before", "403:", "***", "was", "refused", "after"]
+
+
 def test_reports_status_and_verdicts_do_not(tmp_path: Path) -> None:
     run, told = tmp_path / "run", tmp_path / "told"
     told.mkdir()
