@@ -251,7 +251,7 @@ def denied_by_default(built: Built) -> Iterator[str]:
 
 
 def _dashboard_is_closed(built: Built, policies: dict[str, Manifest]) -> Iterator[str]:
-    """To the head's ports come the run's own pods; to the dashboard the submitter and KubeRay's operator as well; to the
+    """To the head's ports come the run's own pods; to the dashboard also the submitter and KubeRay's operator; to the
     metrics Prometheus."""
     head = next(pod for pod in pods(built) if pod.name == "head")
     for name, policy in policies.items():
@@ -270,7 +270,7 @@ def _dashboard_is_closed(built: Built, policies: dict[str, Manifest]) -> Iterato
 
 
 def scraped(built: Built) -> Iterator[str]:
-    """Prometheus, in its own namespace, reaches the port of the metrics on the head, and the run can ask it for a token."""
+    """Prometheus, in its own namespace, reaches the head's port of metrics, and the run can ask it for a token."""
     head = next(pod for pod in pods(built) if pod.name == "head")
     policies = [policy["spec"] for policy in built.of("NetworkPolicy")]
     rules = [r for p in policies if _selects(p["podSelector"], head.labels) for r in p.get("ingress", ())]

@@ -85,7 +85,7 @@ WITHOUT = {
     "checkpointing/tiers.py open: open_store(url)": "where it is not s3://",
     "trainer/keeper.py start_keepers: Tiers.open(urls)": "looks whether there is a memory tier",
     "trainer/keeper.py sources: Tiers.open(urls)": "what ranks restore from; they write through keepers",
-    "harness/runs.py find_run: Tiers.open([run])": "a store's URL alone, which says nothing of keys; see docs/security.md",
+    "harness/runs.py find_run: Tiers.open([run])": "a store's URL says nothing of keys; see docs/security.md",
     "chaos/damage.py note_blob: open_store(scene.store)": "reads",
     "chaos/damage.py note_record: open_store(scene.store)": "reads",
     "chaos/damage.py read: open_store(scene.store)": "reads",
