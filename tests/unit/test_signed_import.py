@@ -20,6 +20,7 @@ from checkpointing.settings import Checkpoints
 from checkpointing.signing import KEY_VARIABLE, Signing
 from checkpointing.store import Store, open_store
 from harness.config import RunConfig, load_config
+from harness.runs import checkpoints_of
 from trainer.maze.data import draw_mazes, write_rows
 from trainer.maze.spec import MazeSpec
 from trainer.run import Run, open_run
@@ -91,6 +92,7 @@ def test_it_is_signed_by_the_importing_runs_key_and_restores(
     found = first(run)
     assert (found.step, found.version) == (STEP, 2)
     assert found.signature and found.signature.key == SIGNER.public
+    assert checkpoints_of(run).signing == Signing(trusted=(SIGNER.public,)), "whose are believed from now on"
     checked = harness("check", run, "--read-data")
     assert checked.code == 0, checked
     assert f"signatures: 1 by {SIGNER.public}; 0 checkpoints are not signed" in checked.out
