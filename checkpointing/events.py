@@ -37,6 +37,14 @@ class AttemptStarted(_Event):
     world_size: int
 
 
+class RanksBuilt(_Event):
+    """An attempt has made its ranks. What they say they run on: {Ray's id of a node: version}, None without a GPU."""
+
+    event: Literal["ranks.built"] = "ranks.built"
+    nvidia_driver: dict[str, str | None]
+    nccl: dict[str, str | None]
+
+
 class StateRestored(_Event):
     """What the State holds after a restore, recaptured: {entry: digest}. Must equal the commit's digests."""
 
@@ -318,6 +326,7 @@ class RunFinished(_Event):
 Event = Annotated[
     RunStarted
     | AttemptStarted
+    | RanksBuilt
     | StateRestored
     | StepDone
     | CheckpointCommitted

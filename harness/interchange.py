@@ -17,7 +17,7 @@ from checkpointing.tiers import Tiers
 from harness.commands import prepare
 from harness.config import RunConfig, load_config
 from harness.ending import as_error, last_words
-from harness.runs import find_run
+from harness.runs import find_run, leave_tiers
 from trainer.determinism import environment
 
 
@@ -54,9 +54,11 @@ def import_stock_run(path: Path, stock: Path, console: Console) -> None:
     """Make a stock SkyRL checkpoint the beginning of the run that `path` describes.
 
     Raises:
+        ConfigError: signatures are required and there is no key to sign with.
         HarnessError: as the child process says; see trainer/importing.py.
     """
     config = load_config(path, RunConfig)
+    config.checkpoints.signer()  # before anything is read or written
     prepare(config, console)
     log = config.run_dir / "logs" / "import.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -68,4 +70,5 @@ def import_stock_run(path: Path, stock: Path, console: Console) -> None:
         ended = subprocess.run(command, env=environ | environment(config.device), stdout=sink, stderr=sink, check=False)
     if ended.returncode != 0:
         raise as_error(ended.returncode, last_words(log))
+    leave_tiers(config.run_dir, config.checkpoints)  # so that `harness check` knows them before the run goes on
     console.print(f"{config.run_dir}: begins with {stock}; `harness run {path}` goes on from there")

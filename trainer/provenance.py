@@ -1,10 +1,17 @@
-"""What a run was made with: image, commit, and the versions below and beside the packages' (`run.package_versions`)."""
+"""What a run was made with: image, commit, and the versions below and beside the packages' (`run.package_versions`).
+
+What the driver process can know of it goes into run.json, once. What ranks run on may be another machine after each
+failure: their own answers go into the journal of each attempt.
+"""
 
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from checkpointing.events import RanksBuilt
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -23,6 +30,31 @@ def provenance(environment: Mapping[str, str] = os.environ, driver: Path = DRIVE
         "nccl": _nccl(),
         "nvidia_driver": _nvidia_driver(driver),
     }
+
+
+class Machine(NamedTuple):
+    """Where a rank is. The versions are None where it has no GPU."""
+
+    node: str
+    """Ray's id of it."""
+    nvidia_driver: str | None
+    nccl: str | None
+
+
+def machine(node: str, driver: Path = DRIVER) -> Machine:
+    """Asked by a rank, of itself."""
+    import torch
+
+    return Machine(node, _nvidia_driver(driver), _nccl() if torch.cuda.is_available() else None)
+
+
+def ranks_built(said: Mapping[str, Sequence[Machine]]) -> RanksBuilt:
+    """Of what all ranks say, {role: in rank order}. Those of one node say the same."""
+    machines = [found for ranks in said.values() for found in ranks]
+    return RanksBuilt(
+        nvidia_driver={found.node: found.nvidia_driver for found in machines},
+        nccl={found.node: found.nccl for found in machines},
+    )
 
 
 def commit(environment: Mapping[str, str] = os.environ) -> str | None:

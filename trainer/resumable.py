@@ -18,6 +18,7 @@ from trainer.data import EpochLoader, planned_steps
 from trainer.engine import wait_until_healthy
 from trainer.groups import ask_all_ranks, by_entry
 from trainer.keeper import start_keepers
+from trainer.provenance import Machine, ranks_built
 from trainer.rollouts import Rollouts
 from trainer.run import Run
 from trainer.saving import Saver
@@ -52,7 +53,9 @@ class ResumableTrainer(RayPPOTrainer):
 
     def build_models(self, *_stock_workers: Any) -> None:
         super().build_models(PolicyWorker, CriticWorker, RefWorker)
-        self.nodes: dict[str, list[str]] = ask_all_ranks(self, "node_id")
+        machines: dict[str, list[Machine]] = ask_all_ranks(self, "machine")
+        self.nodes = {role: [one.node for one in ranks] for role, ranks in machines.items()}
+        self.run.journal.append(ranks_built(machines))
         self.start_keepers()
         sync = self.dispatch.save_weights_for_sampler
 

@@ -26,6 +26,7 @@ from trainer.determinism import make_torch_deterministic
 from trainer.keeper import sources
 from trainer.late import late
 from trainer.logs import use_own_log
+from trainer.provenance import Machine, machine
 from trainer.shards import Fetched, digest_entries, fetch_entries, not_finite, restore_entries
 from trainer.staging import stage_entries
 from trainer.state import entries_of
@@ -75,8 +76,8 @@ class StatefulRank:
     def not_finite(self) -> list[str]:
         return not_finite(entries_of(self.role, self.cfg), self)
 
-    def node_id(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
+    def machine(self) -> Machine:
+        return machine(str(ray.get_runtime_context().get_node_id()))
 
     def stage_state(self, step: int) -> Staged:
         """Copy this rank's entries to where its node's keeper reads them. Training may go on when it returns."""

@@ -10,9 +10,16 @@ from typing import Any, NamedTuple
 
 from checkpointing.redaction import redactor
 from harness.config import RunConfig
+from harness.exporter import TOKEN
 
 Manifest = dict[str, Any]
 
+PROMETHEUS = {
+    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}},
+    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+}
+METRICS = 9464
+"""`metrics.port`, as docs/ and configs/prometheus/ have it."""
 HEALTH = {"sagemaker.amazonaws.com/node-health-status": "Schedulable"}
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY")
 _WRITABLE = {"/tmp", "/home/harness", "/dev/shm", "/fsx", "/app/build", "/data"}
@@ -244,7 +251,8 @@ def denied_by_default(built: Built) -> Iterator[str]:
 
 
 def _dashboard_is_closed(built: Built, policies: dict[str, Manifest]) -> Iterator[str]:
-    """To the head's ports come the run's own pods; to the dashboard the submitter and KubeRay's operator as well."""
+    """To the head's ports come the run's own pods; to the dashboard also the submitter and KubeRay's operator; to the
+    metrics Prometheus."""
     head = next(pod for pod in pods(built) if pod.name == "head")
     for name, policy in policies.items():
         if not _selects(policy["podSelector"], head.labels):
@@ -256,8 +264,22 @@ def _dashboard_is_closed(built: Built, policies: dict[str, Manifest]) -> Iterato
                 asks = labels.get("app.kubernetes.io/component") == "submitter" or labels == {
                     "app.kubernetes.io/name": "kuberay-operator"
                 }
-                if not own and not (asks and _ports(rule) == {8265}):
+                allowed = own or (asks and _ports(rule) == {8265}) or (peer == PROMETHEUS and _ports(rule) == {METRICS})
+                if not allowed:
                     yield f"{name}: lets others to the head"
+
+
+def scraped(built: Built) -> Iterator[str]:
+    """Prometheus, in its own namespace, reaches the head's port of metrics, and the run can ask it for a token."""
+    head = next(pod for pod in pods(built) if pod.name == "head")
+    policies = [policy["spec"] for policy in built.of("NetworkPolicy")]
+    rules = [r for p in policies if _selects(p["podSelector"], head.labels) for r in p.get("ingress", ())]
+    if not any(PROMETHEUS in rule.get("from", ()) and METRICS in _ports(rule) for rule in rules):
+        yield "Prometheus does not reach the metrics"
+    [container] = head.spec["containers"]
+    given = [one.get("valueFrom", {}).get("secretKeyRef") for one in container["env"] if one["name"] == TOKEN]
+    if given != [{"name": "metrics", "key": "token", "optional": True}]:
+        yield f"head: {TOKEN} is not what the secret says, or no run begins without one"
 
 
 def iam_policy(document: Manifest, bucket: str, prefix: str) -> Iterator[str]:
@@ -292,6 +314,7 @@ POLICIES: tuple[Callable[[Built], Iterator[str]], ...] = (
     disrupted_little,
     locks_hold,
     denied_by_default,
+    scraped,
 )
 
 

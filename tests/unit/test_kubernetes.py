@@ -107,7 +107,8 @@ def test_an_invalid_manifest_is_refused(kind: str, name: str, path: str, value: 
 
 
 ANYWHERE = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}
-OTHERS = {"from": [{"podSelector": {"matchLabels": {"app": "notebook"}}}], "ports": [{"port": 8265}]}
+NOTEBOOK = {"podSelector": {"matchLabels": {"app": "notebook"}}}
+OTHERS = {"from": [NOTEBOOK], "ports": [{"port": 8265}]}
 
 
 @pytest.mark.parametrize(
@@ -187,9 +188,17 @@ OTHERS = {"from": [{"podSelector": {"matchLabels": {"app": "notebook"}}}], "port
         (policies.denied_by_default, "NetworkPolicy", "dashboard", "spec/ingress/0/from/0", {"namespaceSelector": {}}),
         (policies.denied_by_default, "NetworkPolicy", "dashboard", "spec/ingress/0/ports", DELETE),
         (policies.denied_by_default, "NetworkPolicy", "dashboard", "spec/ingress/1", OTHERS),
+        (policies.denied_by_default, "NetworkPolicy", "metrics", "spec/ingress/0/from/0/podSelector", DELETE),
+        (policies.denied_by_default, "NetworkPolicy", "metrics", "spec/ingress/0/from/0/namespaceSelector", {}),
+        (policies.denied_by_default, "NetworkPolicy", "metrics", "spec/ingress/0/ports/0/port", 8265),
+        (policies.denied_by_default, "NetworkPolicy", "metrics", "spec/ingress/0/ports/1", {"port": 6379}),
         (policies.denied_by_default, "NetworkPolicy", "dns", "spec/egress/1", ANYWHERE),
         (policies.denied_by_default, "NetworkPolicy", "object-store", "spec/egress/0/to/0/ipBlock/except", DELETE),
         (policies.denied_by_default, "NetworkPolicy", "object-store", "spec/egress/0/ports", DELETE),
+        (policies.scraped, "NetworkPolicy", "metrics", "spec/ingress/0/ports/0/port", 9465),
+        (policies.scraped, "NetworkPolicy", "metrics", "spec/ingress/0/from/0", NOTEBOOK),
+        (policies.scraped, "NetworkPolicy", "metrics", "spec/podSelector/matchLabels/x", "y"),
+        (policies.scraped, "RayJob", "", f"{HEAD}/containers/0/env/1/valueFrom/secretKeyRef/optional", DELETE),
     ],
 )
 def test_a_planted_violation_is_seen(
