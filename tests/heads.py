@@ -62,11 +62,12 @@ class Head:
 
     def kill(self) -> None:
         """With SIGKILL, and all that it has started with it, jobs too: as a pod is lost."""
-        if self._process is not None and self._process.poll() is None:
-            for process in psutil.Process(self._process.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-        reap(self._folder / "sessions")
+        running = self._process is not None and self._process.poll() is None
+        begun = psutil.Process(self._process.pid).children(recursive=True) if self._process and running else []
+        reap(self._folder / "sessions")  # first, while it can be told what shared memory they have
+        for process in begun:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         if self._process is not None:
             self._process.wait()
 

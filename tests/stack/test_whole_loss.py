@@ -109,9 +109,9 @@ def in_shared_memory() -> set[Path]:
 def test_a_job_lost_then_killed_then_told_to_stop_then_a_job_to_the_end(
     baseline: list[Record], config: RunConfig, path: Path, command: Command, head: Head
 ) -> None:
-    elsewhere = in_shared_memory()
     submit_and_lose_the_cluster(config, path, head)
 
+    elsewhere = in_shared_memory()  # what the cluster had of it goes with its machines
     command.start()
     command.until_step(4)
     assert command.process is not None
