@@ -1,5 +1,6 @@
 """Stores that many tests begin with."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,3 +30,9 @@ def source(tmp_path: Path) -> Store:
 @pytest.fixture
 def target(tmp_path: Path) -> Store:
     return open_store(str(tmp_path / "target"))
+
+
+@pytest.fixture(autouse=True)
+def _as_nice_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gives way to training must not slow down all tests after it."""
+    monkeypatch.setattr(os, "nice", lambda increment: increment)
