@@ -27,7 +27,7 @@ test: check ## every check and every test, those on the real stack included
 	$(VENV)/pytest -n 2 tests/unit
 	$(VENV)/pytest tests/stack
 
-test-long: install ## the tests that CI has no room for: planted defects
+test-long: install ## the tests that CI has no room for: six ranks on three nodes, planted defects
 	$(VENV)/pytest -m long
 
 test-unit: install ## the tests that take seconds

@@ -41,7 +41,10 @@ def _is_number(series: Series) -> bool:
 
 
 class Prometheus:
-    """Asks each of `targets` (host:port) every five seconds, which a busy machine needs. `token`: the bearer token that it sends."""
+    """Asks each of `targets` (host:port) every five seconds, which a busy machine needs.
+
+    `token`: the bearer token that it sends.
+    """
 
     def __init__(self, folder: Path, targets: list[str], token: str | None = None) -> None:
         self._url = f"http://127.0.0.1:{free_port()}"
@@ -123,3 +126,19 @@ def alert_queries() -> dict[str, str]:
 
 def metrics_in(query: str) -> set[str]:
     return set(re.findall(r"\bharness_\w+", query))
+
+
+NEVER = {"harness_straggler_timestamp_seconds", "harness_verdict", "harness_exit_code"}
+"""What does not happen in every run, or not before its supervisor is done."""
+
+
+@contextmanager
+def every_query_has_data(port: int | None, folder: Path) -> Iterator[None]:
+    """A real Prometheus, where there is one, scrapes the run inside the block: no panel of the dashboard is empty."""
+    if not has_prometheus():
+        yield
+        return
+    with Prometheus(folder, [f"127.0.0.1:{port}"]) as prometheus:
+        yield
+        empty = prometheus.without_data(dashboard_queries())
+    assert [query for query in empty if not metrics_in(query) & NEVER] == []

@@ -1,8 +1,10 @@
 """Two ranks meet every fault that this machine allows and no other test has; afterwards every step is bit-identical."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from chaos import faults
@@ -21,9 +23,12 @@ from checkpointing.events import (
 from checkpointing.journal import Record, read_journal
 from checkpointing.settings import Checkpoints
 from checkpointing.trace import read_trace, trace_folder
-from harness.config import RunConfig
+from harness.config import Metrics, RunConfig
 from harness.engines import EnginePool
+from harness.exporter import TOKEN
 from harness.faulted import meet, write_plan
+from harness.processes import free_port
+from tests.prometheus import every_query_has_data
 
 from .conftest import STEPS_PER_EPOCH, assert_no_secret_of_any_process
 
@@ -70,13 +75,21 @@ def test_baseline_proves_something(baseline: list[Record]) -> None:
 
 
 def test_every_kind_of_fault_in_one_run(
-    baseline: list[Record], configure: Callable[..., RunConfig], engines: EnginePool, s3_url: str
+    baseline: list[Record],
+    configure: Callable[..., RunConfig],
+    engines: EnginePool,
+    s3_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    checkpoints = Checkpoints(tiers=("memory://", "file://", s3_url))
-    config = configure("gauntlet").model_copy(update={"checkpoints": checkpoints})
+    monkeypatch.delenv(TOKEN, raising=False)
+    checkpoints, metrics = Checkpoints(tiers=("memory://", "file://", s3_url)), Metrics(port=free_port())
+    config = configure("gauntlet").model_copy(update={"checkpoints": checkpoints, "metrics": metrics})
     planned = [one for one in GAUNTLET if faults.find(one.fault).available() is None]
     can = {one.fault for one in planned}  # a machine may let nobody mount, or make control groups
-    meet(config, write_plan(config, tuple(planned), config.run_dir / "faults"), engines, Console(quiet=True))
+    plan = write_plan(config, tuple(planned), config.run_dir / "faults")
+    with every_query_has_data(metrics.port, tmp_path):
+        meet(config, plan, engines, Console(quiet=True))
     killed = read_journal(config.run_dir)
     verdict = compare(baseline, killed)
     assert verdict.outcome == "identical", verdict.reasons

@@ -1,7 +1,5 @@
 """Six FSDP ranks on three nodes with a head of its own, beside a real object store: a drill, just as users run one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,28 +13,14 @@ from harness.drill import Exercise
 from harness.engines import EnginePool
 from harness.exporter import TOKEN
 from harness.processes import free_port
-from tests.prometheus import Prometheus, dashboard_queries, has_prometheus, metrics_in
+from tests.prometheus import every_query_has_data
 
 from .conftest import REPOSITORY, assert_no_secret_of_any_process
 
 GAUNTLET = Path("configs/drills/mission/gauntlet.yaml")
-NEVER = {"harness_straggler_timestamp_seconds", "harness_verdict", "harness_exit_code"}
-"""What did not happen in this run, or not before its supervisor was done."""
 
 
-@contextmanager
-def every_query_has_data(exercise: Exercise, folder: Path) -> Iterator[None]:
-    """A real Prometheus, where there is one, scrapes the run inside the block: no panel of the dashboard is empty."""
-    if not has_prometheus():
-        yield
-        return
-    exercise.config = exercise.config.model_copy(update={"metrics": Metrics(port=free_port())})
-    with Prometheus(folder, [f"127.0.0.1:{exercise.config.metrics.port}"]) as prometheus:
-        yield
-        empty = prometheus.without_data(dashboard_queries())
-    assert [query for query in empty if not metrics_in(query) & NEVER] == []
-
-
+@pytest.mark.long
 @pytest.mark.usefixtures("s3")
 def test_everything_is_lost_in_turn(engines: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine, a rank during a save and one during a restore, the driver, a node; and S3 for a while."""
@@ -45,7 +29,8 @@ def test_everything_is_lost_in_turn(engines: EnginePool, tmp_path: Path, monkeyp
     monkeypatch.setattr(drill, "FOLDER", tmp_path)
     exercise = Exercise(GAUNTLET, Console(stderr=True))
     exercise.prepare(engines)
-    with every_query_has_data(exercise, tmp_path):
+    exercise.config = exercise.config.model_copy(update={"metrics": Metrics(port=free_port())})
+    with every_query_has_data(exercise.config.metrics.port, tmp_path):
         result = exercise.meet(exercise.schedule(None))
     assert result.judgement.outcome == "passed", result.judgement.reasons
     assert result.directory is not None
