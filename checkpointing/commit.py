@@ -116,10 +116,11 @@ def start_attempt(store: Store, resume: Commit | None, after: int | None = None)
         raise ConfigError("attempts need a store that creates a key at most once, and this one does not promise it")
     primary = store.primary.store if isinstance(store, Tiers) else store
     for _ in range(MAX_STARTS):
-        if after is not None and (newest := newest_attempt(primary)) > after:
-            raise Fenced(f"attempt {newest} of this run was started by another process meanwhile; stop this process")
         # Commits are counted too: the number of an attempt whose record got lost must not be used again.
         numbers = attempt_numbers(store) | {attempt for _, attempt in commit_positions(store)}
+        # Looked up after the numbers: who sleeps in between finds his successor here, or its number taken below.
+        if after is not None and (newest := newest_attempt(primary)) > after:
+            raise Fenced(f"attempt {newest} of this run was started by another process meanwhile; stop this process")
         attempt = Attempt(
             attempt=max(numbers, default=0) + 1,
             nonce=secrets.token_hex(16),

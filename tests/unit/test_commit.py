@@ -1,7 +1,7 @@
 """Which commits count, who may add one, and what is chosen when some of it is damaged."""
 
 import json
-from collections.abc import Buffer, Callable, Iterator
+from collections.abc import Buffer, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from checkpointing.errors import CheckpointError, ConfigError, Fenced, FormatErr
 from checkpointing.history import Rejected, newest_restorable, ranked_commits, valid_commits
 from checkpointing.manifest import get_manifest
 from checkpointing.records import seal
-from checkpointing.store import AlreadyExists, Promises, Store, open_store
+from checkpointing.store import AlreadyExists, Item, Promises, Store, open_store
 from checkpointing.tiers import Tier, Tiers
 
 from .checkpoint_samples import Wrapper, late, save, without_fsync
@@ -192,10 +192,22 @@ def test_whoever_slept_before_its_attempt_began_does_not_begin_it(store: Store, 
     with pytest.raises(Fenced, match="attempt 3"):
         start_attempt(Overtaken(store), one, after=2)
     assert valid_commits(store) == [two, one]
+
+    class Slept(Wrapper):
+        """Just after it has heard which attempts there are."""
+
+        def list(self, prefix: str) -> Sequence[Item]:
+            heard = super().list(prefix)
+            if prefix == "attempts/" and len(heard) == 3:
+                start_attempt(store, two)
+            return heard
+
+    with pytest.raises(Fenced, match="attempt 4"):
+        start_attempt(Slept(store), one, after=3)
     # On another tier there may be more than the primary has heard of, as in a new run directory.
     empty = open_store(str(tmp_path / "empty"))
     tiers = Tiers([Tier("file", "", empty), Tier("s3", "", store)])
-    assert start_attempt(tiers, two, after=0).attempt == 4
+    assert start_attempt(tiers, two, after=0).attempt == 5
 
 
 def test_a_zombie_of_a_run_directory_that_was_emptied_is_fenced(store: Store) -> None:
