@@ -23,7 +23,7 @@ demo: install ## train, kill it three times, prove the resumed run equals the un
 train: install ## train on mazes, then compare base and trained model on held-out ones
 	@$(VENV)/harness train configs/train.yaml
 
-test: check ## every check and every test, those on the real stack included
+test: check ## every check, and every test but the long ones, those on the real stack included
 	$(VENV)/pytest -n 2 tests/unit
 	$(VENV)/pytest tests/stack
 
