@@ -95,6 +95,8 @@ class Run:
         self.resumed, _ = newest_restorable(self.tiers, read_data=False, unusable=self.unusable)
         _require_own(self.resumed, self.identity)
         self.journal.close()
+        events = [record.event for record in read_journal(self.directory)]
+        self.steps_before = steps_to_repeat(events, self.resumed_step, self.topology["policy"])
         self.attempt, self.journal = _begin_attempt(
             self.directory, self.tiers, self.resumed, self.attempt.attempt, self.topology, []
         )
@@ -164,6 +166,30 @@ def _require_own(resumed: tuple[Commit, Manifest] | None, mine: dict[str, str]) 
         )
 
 
+def steps_to_repeat(events: list[Event], resumed_from: int, world_size: int) -> dict[int, StepDone]:
+    """How steps were done that must come out the same if they are done again: {step: its event}.
+
+    Steps that another number of ranks led to are not among them: sums are taken in another order, ranks draw otherwise.
+
+    Args:
+        events: the run's journal so far, in order.
+        resumed_from: the step that the next attempt begins after, 0 if it begins the run.
+        world_size: its policy ranks.
+    """
+    steps: dict[int, StepDone] = {}
+    ranks, changed_at = world_size, 0
+    for event in (*events, AttemptStarted(pid=0, resumed_from=resumed_from, world_size=world_size)):
+        if isinstance(event, AttemptStarted):
+            begins_after = event.resumed_from or 0
+            if event.world_size != ranks or begins_after < changed_at:
+                steps = {step: done for step, done in steps.items() if step <= begins_after}
+                changed_at = begins_after
+            ranks = event.world_size
+        elif isinstance(event, StepDone):
+            steps[event.step] = event
+    return steps
+
+
 def open_run(
     directory: Path, settings: Checkpoints, cfg: Any, dataset: str, planned_steps: int, after: int | None = None
 ) -> Run:
@@ -198,9 +224,9 @@ def open_run(
     resumed, rejected = (None, []) if anew else newest_restorable(tiers, read_data=False, unusable=unusable)
     _require_own(resumed, mine)
     events = [record.event for record in read_journal(directory)]
-    steps = {event.step: event for event in events if isinstance(event, StepDone)}
     evaluated = {event.step for event in events if isinstance(event, Evaluated)}
     ranks = topology(cfg)
+    steps = steps_to_repeat(events, resumed[1].step if resumed else 0, ranks["policy"])
     said: list[Event] = [CheckpointRejected(step=x.step, commit=x.key, reason=x.reason) for x in rejected]
     if not any(isinstance(event, RunStarted) for event in events):
         faults = int(os.environ.get("HARNESS_FAULTS_PLANNED", "0"))
