@@ -9,9 +9,12 @@ from hypothesis import settings
 
 from chaos.proxy import FaultProxy
 from harness.weed import ACCESS_KEY, BUCKET, SECRET_KEY, Weed
+from trainer.own_cluster import ON_LOOPBACK
 
 # Before any test imports `trainer.cpu`, which looks once: what stands in for CUDA is there in whatever order tests run.
 os.environ["HARNESS_DEVICE"] = "cpu"
+# Before any imports Ray, which looks once too: every cluster that tests start is on loopback.
+os.environ |= ON_LOOPBACK
 
 # Examples are the same on every run, and a busy machine's slowness is no failure.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

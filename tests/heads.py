@@ -1,4 +1,4 @@
-"""A Ray head on loopback with its dashboard on: the cluster that `harness submit` is given."""
+"""A Ray head on loopback with its dashboard on: a cluster for runs that start none, and for `harness submit`."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ class Head:
     def __init__(self, folder: Path, env: dict[str, str], cpus: int = 1, gpus: int = 0) -> None:
         self._folder, self._env, self._cpus, self._gpus = folder, env, cpus, gpus
         self._process: subprocess.Popen[bytes] | None = None
-        self.url, self._agent = "", ""
+        self.url, self.address, self._agent = "", "", ""
 
     def start(self) -> None:
         ports = {name: free_port() for name in _PORTS}
@@ -58,6 +58,7 @@ class Head:
         env = os.environ | environment("cpu") | _ENV | self._env
         self._process = spawn(command, env, self._folder / "head.log", self._folder / "sessions")
         self.url, self._agent = (f"http://127.0.0.1:{ports[port]}" for port in ("--dashboard-port", _AGENT))
+        self.address = f"127.0.0.1:{ports['--port']}"
         until(self._answers, (self._folder / "head.log").read_text)
 
     def kill(self) -> None:

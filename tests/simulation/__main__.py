@@ -67,6 +67,9 @@ def _quiet() -> None:
     # Libraries leave a large heap that never changes: collecting it again and again takes longer than the runs.
     gc.freeze()
     gc.disable()
+    # One of its threads runs at a time: to wake the next one up on another core would take it longer.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[multiprocessing.current_process()._identity[0] % len(cores)]})
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 

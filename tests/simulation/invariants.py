@@ -3,11 +3,16 @@
  1  What is under the name of a blob or manifest is what the name says.
  2  A commit appears on a tier when its manifest and blobs are there, whole.
  3  Where a tier is a disk, they would then also survive a power cut; and a commit that was acknowledged does.
- 4  Whoever commits, carries or deletes has just found his attempt to be the newest; what a zombie slips in regardless
-    is never resumed from. No two attempts have the same number.
+ 4  Whoever commits, carries or deletes has just found his attempt to be the newest; no two attempts have the same
+    number.
  5  Retention leaves alone: the newest commit that is whole on a tier, the one resumed from, one that another tier still
     waits for, and every byte that a commit on the tier names.
  9  A step that is done again comes out the same. (The driver of `run.py` asks the product.)
+
+A request that was under way when its process was cut off may arrive after the successor has begun, and nothing can call
+it back. So a zombie's commit that is in no history need not be whole (2): it is never resumed from. And a deletion that
+retention had decided on before the successor went back a checkpoint may take what a later tier then waits for (5), but
+never the newest that is whole on its tier, nor what the newest attempt resumed from.
 
 And beyond them: an attempt resumes from the newest commit of the history that is whole anywhere, unless it was told or
 found that this one is unusable, or a zombie has made it since the attempt looked for one; what it restores is what was
@@ -203,6 +208,10 @@ class Invariants:
 
     def _committed(self, tier: str, commit: Commit, thread: Thread | None) -> None:
         self._ever[tier].add(commit.key)
+        if thread is not None and thread.process.attempt:
+            self._require_looked(thread, {tier, self.tiers[0]}, commit.key)
+        if self._is_zombie(thread) and commit not in self.history:
+            return
         needs = self._needs(commit.key, tier)
         self._require(needs is not None, f"2: {commit.key} is on {tier}, and its manifest is nowhere")
         for key in needs or ():
@@ -214,8 +223,6 @@ class Invariants:
                     self._disk.is_durable(f"{self._root}/{key}"),
                     f"3: {commit.key} exists, and {key} is not yet durable",
                 )
-        if thread is not None and thread.process.attempt:
-            self._require_looked(thread, {tier, self.tiers[0]}, commit.key)
         if tier == self.tiers[0] and commit not in self.history and commit.attempt == self.number:
             self.history.append(commit)
             self._made[commit.key] = self._clock.now
@@ -238,11 +245,15 @@ class Invariants:
         self._require(bool(whole), f"5: {key} goes, and nothing is whole on {tier}")
         self._require(commit != whole[-1], f"5: {key} goes, the newest that is whole on {tier}")
         self._require(key != self.resumed_from, f"5: {key} goes, which the newest attempt resumed from")
-        if tier == self.tiers[0]:
+        if tier == self.tiers[0] and not self._is_zombie(thread):
             for other, carried in self._ever.items():
                 left = [one for one in here if one not in _up_to_newest(here, carried)]
                 waiting = left[::-1][: self._backlog] if other != tier else []
                 self._require(commit not in waiting, f"5: {key} goes, and {other} waits for it")
+
+    def _is_zombie(self, thread: Thread | None) -> bool:
+        """Whether its attempt has a successor: what it does now was under way when that one began."""
+        return thread is not None and 0 < thread.process.attempt < self.number
 
     def _require_looked(self, thread: Thread, tiers: set[str], key: str) -> None:
         mine = thread.process.attempt

@@ -20,12 +20,15 @@ from harness.config import RunConfig, load_config
 from harness.engines import EnginePool
 from harness.supervisor import supervise
 from harness.weed import SECRET_KEY
+from tests.heads import Head
 from tests.secrets import assert_no_secret
 from trainer.maze.task import build_task
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPTS_PER_STEP = 4
 STEPS_PER_EPOCH = 5
+RANKS = 6
+"""That a run has at most: two each of policy, critic and reference."""
 
 PASSWORD = 'correct horse/"bättery"+st%ple'
 SAYS = "the password is"
@@ -65,14 +68,25 @@ def assert_no_secret_of_any_process(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def ray_head(_talkative: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a Ray cluster for every run that needs none of its own: to start one takes each driver 10 s."""
+    head = Head(tmp_path_factory.mktemp("cluster"), {}, cpus=RANKS + 1, gpus=RANKS)
+    try:
+        head.start()
+        yield head.address
+    finally:
+        head.kill()
+
+
+@pytest.fixture(scope="session")
+def task(ray_head: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The demo's run config, cut down to 15 short steps over 3 epochs of 5 batches, two optimizer steps each."""
     config = load_config(REPOSITORY / "configs" / "test.yaml", RunConfig)
     assert config.maze is not None
     paths = build_task(REPOSITORY / "build" / "maze", config.maze)
     few = tmp_path_factory.mktemp("data") / "train.parquet"
     parquet.write_table(parquet.read_table(paths.train).slice(0, PROMPTS_PER_STEP * STEPS_PER_EPOCH), few)
-    plain: dict[str, Any] = config.model_dump()
+    plain: dict[str, Any] = config.model_dump() | {"ray_address": ray_head}
     plain["skyrl"]["data"]["train_data"] = [str(few)]
     return plain
 

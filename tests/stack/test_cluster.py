@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 import ray
 import yaml
-from ray._private import ray_constants
 
 from chaos import faults
 from chaos.directory import Site
@@ -43,9 +41,7 @@ def with_gpus() -> list[str]:
     return [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU") == 2]
 
 
-def test_a_node_is_killed_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As a driver has it that is started while the cluster is there; this process has read its environment before.
-    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+def test_a_node_is_killed_and_comes_back(tmp_path: Path) -> None:
     profile = Profile.model_validate(yaml.safe_load((REPOSITORY / "configs" / "clusters" / "mission.yaml").read_text()))
     config = RunConfig(run_dir=tmp_path / "run", device="cpu", skyrl={})
     folder = tmp_path / "cluster"
