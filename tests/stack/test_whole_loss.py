@@ -65,7 +65,8 @@ class Command:
 def config(configure: Callable[..., RunConfig]) -> Iterator[RunConfig]:
     config = configure("again")
     tiers = config.checkpoints.model_copy(update={"tiers": ("memory://", "file://")})
-    yield (made := config.model_copy(update={"checkpoints": tiers}))
+    # A cluster of its own, which ends with it.
+    yield (made := config.model_copy(update={"checkpoints": tiers, "ray_address": "local"}))
     for ledger in (made.run_dir / "logs").glob("*.sessions"):
         reap(ledger)  # what outlives a job that was killed, until the run is started again
 
