@@ -76,7 +76,7 @@ def _quiet() -> None:
 def outcomes(seeds: Iterator[int], processes: int, end: float) -> Iterator[Outcome]:
     """In no particular order, and no more of them once it is `end` on the monotonic clock."""
     with multiprocessing.get_context("fork").Pool(processes, initializer=_quiet) as pool:
-        while time.monotonic() < end and (batch := list(islice(seeds, processes * 200))):
+        while time.monotonic() < end and (batch := list(islice(seeds, processes * 1000))):
             yield from pool.imap_unordered(_one, batch, chunksize=2)  # or one waits long for the other
 
 

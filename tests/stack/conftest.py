@@ -19,7 +19,7 @@ from checkpointing.redaction import LEFT_OUT
 from harness.config import RunConfig, load_config
 from harness.engines import EnginePool
 from harness.supervisor import supervise
-from harness.weed import SECRET_KEY
+from harness.weed import SECRET_KEY, Weed
 from tests.heads import Head
 from tests.secrets import assert_no_secret
 from trainer.maze.task import build_task
@@ -68,11 +68,15 @@ def assert_no_secret_of_any_process(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_head(_talkative: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a Ray cluster for every run that needs none of its own: to start one takes each driver 10 s."""
+def ray_head(_talkative: None, weed: Weed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a Ray cluster for every run that needs none of its own: to start one takes each driver 10 s.
+
+    Its nodes have credentials for the object store, as a real cluster's do: ranks read from it.
+    """
     head = Head(tmp_path_factory.mktemp("cluster"), {}, cpus=RANKS + 1, gpus=RANKS)
     try:
-        head.start()
+        with weed.in_environment():
+            head.start()
         yield head.address
     finally:
         head.kill()

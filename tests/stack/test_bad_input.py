@@ -14,13 +14,10 @@ import yaml
 from pyarrow import parquet
 
 from checkpointing.canonical import canonical_json, digest
-from checkpointing.errors import ConfigError, FormatError, HarnessError, RunMismatch, StoreError
+from checkpointing.errors import ConfigError, FormatError, HarnessError, RunMismatch
 from checkpointing.history import newest_restorable
-from checkpointing.settings import Checkpoints
 from checkpointing.store import open_store
 from harness.config import RunConfig
-from harness.engines import EnginePool
-from harness.supervisor import supervise
 from trainer.determinism import environment
 
 from .conftest import REPOSITORY
@@ -129,18 +126,3 @@ def test_foreign_and_newer_formats_are_refused(
         store.put(commit.key, canonical_json(record | {"check": digest(canonical_json(record))}))
         with pytest.raises(FormatError, match=str(*change.values())):
             newest_restorable(store)
-
-
-def test_no_space_left(configure: Callable[..., RunConfig], engines: EnginePool) -> None:
-    """A real ENOSPC: the run's store is a file system of 256 KiB."""
-    config = configure("no-space").model_copy(update={"checkpoints": Checkpoints(failing_seconds=0)})
-    store = config.run_dir / "store"
-    store.mkdir(parents=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(store)], check=False)
-    if mounted.returncode:
-        pytest.skip("this user can't mount a small file system")
-    try:
-        with pytest.raises(StoreError, match="No space left"):
-            supervise(config, engines)
-    finally:
-        subprocess.run(["umount", "-l", str(store)], check=True)

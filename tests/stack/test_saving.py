@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,6 +279,21 @@ def test_no_run_ends_well_with_a_save_lost(training: Training) -> None:
     training.saver.save(1, {}, last=True)
     with pytest.raises(StoreError, match="3 saves in a row failed"):
         training.saver.finish()
+
+
+@pytest.mark.parametrize("training", [{"failing_seconds": 0}], indirect=True)
+def test_no_space_left(training: Training) -> None:
+    """A real ENOSPC: where blobs should go there is a file system of 256 KiB."""
+    blobs = training.run.directory / "store" / "blobs"
+    blobs.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(blobs)], check=False).returncode:
+        pytest.skip("this user can't mount a small file system")
+    try:
+        training.saver.save(1, {}, last=True)
+        with pytest.raises(StoreError, match="No space left"):
+            training.saver.finish()
+    finally:
+        subprocess.run(["umount", "-l", str(blobs)], check=True)
 
 
 def test_an_attempt_that_failed_keeps_its_last_save_but_does_not_wait_for_ever(
