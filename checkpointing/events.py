@@ -251,7 +251,8 @@ class EngineLost(_Event):
 
 
 class EngineServing(_Event):
-    """A lost engine has the adapter of the last weight sync, and serves: `seconds` after a request missed it."""
+    """Written by the supervisor: a lost engine answers again, `seconds` after that was noticed. Whoever asks it next
+    gives it the adapter of the last weight sync."""
 
     event: Literal["engine.serving"] = "engine.serving"
     url: Words

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class Engine:
     """One server process, where it listens, whether this process has ever answered, and when it last did (monotonic).
 
     `fruitless`: starts since it last served, this one among them. `proven`: a process before it has served.
+    `lost`: when the one that it replaces was lost (monotonic), until it serves.
     """
 
     index: int
@@ -38,6 +40,7 @@ class Engine:
     asked: float = 0.0
     fruitless: int = 1
     proven: bool = False
+    lost: float | None = None
 
     def end(self) -> None:
         """A killed server leaves its core and worker processes behind, over 1 GB each: end all of them."""
@@ -104,6 +107,7 @@ class EnginePool:
         """End what is left of it and start it where it was. Returns at once."""
         engine.end()
         again = self._start(engine.index, engine.url)
+        again.lost = engine.lost
         again.fruitless, again.proven = engine.fruitless + 1, engine.served or engine.proven
         self.engines[self.engines.index(engine)] = again
 
@@ -117,6 +121,13 @@ class EnginePool:
         """`start_missing` replaces them."""
         for engine in self.engines:
             engine.end()
+
+    def returned(self) -> Iterator[tuple[Engine, float]]:
+        """Those that were lost and serve again, each once, and so many seconds later."""
+        for engine in self.engines:
+            if engine.served and engine.lost is not None:
+                seconds, engine.lost = time.monotonic() - engine.lost, None
+                yield engine, seconds
 
     def wrong(self) -> tuple[Engine, str] | None:
         """An engine that has ended or is silent, and how, if there is one."""

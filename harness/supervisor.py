@@ -20,7 +20,16 @@ from chaos.plan import FaultPlan
 from chaos.witness import witness_fired
 from checkpointing.commit import newest_attempt
 from checkpointing.errors import CheckpointError, ConfigError, HarnessError, NonFinite, Preempted, WorkerLost
-from checkpointing.events import AttemptEnded, DiskLow, EngineLost, Event, FaultWitnessed, HangDetected, RunStopped
+from checkpointing.events import (
+    AttemptEnded,
+    DiskLow,
+    EngineLost,
+    EngineServing,
+    Event,
+    FaultWitnessed,
+    HangDetected,
+    RunStopped,
+)
 from checkpointing.history import valid_commits
 from checkpointing.journal import Journal, Record, read_journal
 from checkpointing.progress import progress_path
@@ -281,6 +290,8 @@ class _Supervisor:
     def _engine_lost(self) -> _Lost | None:
         """Start an engine that was lost anew, while the attempt goes on, if that can help; else what ends it."""
         found = self._engines.wrong()
+        for back, seconds in self._engines.returned():
+            self._say(self._newest(), EngineServing(url=back.url, seconds=seconds))
         if found is None:
             return None
         (engine, wrong), code = found, found[0].process.returncode
@@ -295,6 +306,7 @@ class _Supervisor:
         url, lines = self._engines.urls[engine.index], last_lines(engine.log)
         said = EngineLost(engine=engine.index, url=url, exit_code=code, reason=reason, last_lines=lines)
         self._say(self._newest(), said)
+        engine.lost = engine.lost or time.monotonic()
         self._engines.restart(engine)
         return None
 

@@ -28,28 +28,24 @@ engine whose core has died answers for a moment longer."""
 
 _log = logging.getLogger(__name__)
 
-Served = Callable[[str, float], None]
-"""served(url, seconds): the engine there serves again, so long after it was first missed."""
-
 
 class PatientClient(RemoteInferenceClient):
-    """`adapter`: where the last weight sync has left it. `patience`: seconds to wait for an engine. See `Served`."""
+    """`adapter`: where the last weight sync has left it. `patience`: seconds to wait for an engine."""
 
     adapter: str = ""
     patience: float = 600.0
-    served: Served | None = None
     _waiting: asyncio.Future[bool] | None = None
 
     @classmethod
-    def of(cls, client: RemoteInferenceClient, adapter: str, patience: float, served: Served) -> "PatientClient":
+    def of(cls, client: RemoteInferenceClient, adapter: str, patience: float) -> "PatientClient":
         patient = cls.__new__(cls)
         patient.__dict__.update(client.__dict__)
-        patient.adapter, patient.patience, patient.served = adapter, patience, served
+        patient.adapter, patient.patience = adapter, patience
         return patient
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the rank that syncs weights: a process that has no journal."""
-        return {**super().__getstate__(), "served": None, "_waiting": None}
+        """For the rank that syncs weights, which has a loop of its own."""
+        return {**super().__getstate__(), "_waiting": None}
 
     async def generate(self, input_batch: Any, model: str | None = None) -> Any:
         return await self.again(lambda: super(PatientClient, self).generate(input_batch, model))
@@ -109,8 +105,6 @@ class PatientClient(RemoteInferenceClient):
                     raise WorkerLost(f"the engine at {url} was gone for {self.patience:.0f} s: {error!r}") from error
                 await asyncio.sleep(LOOK_SECONDS)
                 continue
-            if missed and self.served is not None:
-                self.served(url, time.monotonic() - began)
             return missed
 
     async def _complete(self, url: str) -> bool:

@@ -20,7 +20,7 @@ from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.utils.utils import prepare_runtime_environment
 
 from checkpointing.errors import ConfigError, Preempted, RankLost
-from checkpointing.events import EngineServing, RunFinished
+from checkpointing.events import RunFinished
 from checkpointing.generations import delete_generations
 from checkpointing.phases import reached, watch
 from checkpointing.progress import ProgressFile
@@ -119,13 +119,10 @@ class ResumableExperiment(BasePPOExp):
             model = self.cfg.trainer.policy.model
             alone = self.setup.engines and model.lora.rank > 0  # only engines of ours are started again
             adapter, patience = (model.lora.lora_sync_path, START_SECONDS) if alone else ("", 0.0)
-            self.client = PatientClient.of(super().get_inference_client(), adapter, patience, self._engine_serves)
+            self.client = PatientClient.of(super().get_inference_client(), adapter, patience)
         elif self.cfg.trainer.placement.colocate_all:
             asyncio.run(self.client.sleep())  # as SkyRL does after they have started: ranks need the GPUs now
         return self.client
-
-    def _engine_serves(self, url: str, seconds: float) -> None:
-        self.record.journal.append(EngineServing(url=url, seconds=seconds))
 
     def get_tracker(self) -> ContinuedTracking:
         """One for all attempts of this process."""

@@ -174,7 +174,7 @@ def ask_server(run_dir: Path, server: Server, continuation: bool, heard: list[Ge
         rollouts.synced(6, "weights")
         if heard is not None:
             rollouts._append = lambda key, piece: heard.append(piece)  # type: ignore[assignment, method-assign]
-        patient = PatientClient.of(client, "", 0.0, lambda url, seconds: None)
+        patient = PatientClient.of(client, "", 0.0)
         seeded = SeededClient(patient, 1, rollouts)
         seeded.begin("train", 7)
         try:
@@ -322,7 +322,7 @@ def test_an_answer_may_be_short_where_the_engine_has_no_more_room(monkeypatch: p
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         plain = RemoteInferenceClient(proxy_url="http://nowhere", server_urls=[url], data_parallel_size=1)
-        client = PatientClient.of(plain, "", 0.0, lambda url, seconds: None)
+        client = PatientClient.of(plain, "", 0.0)
         short = SOUND | {"stop_reasons": ["length"]}
         try:
             await require_full_length(client, SOUND, REQUEST)

@@ -83,9 +83,6 @@ class Tokenizer:
         return ["" for _ in ids]
 
 
-served: list[str] = []
-
-
 def run(work: Callable[..., Coroutine[Any, Any, None]], count: int = 1, patience: float = 600.0) -> None:
     """work(client, *engines), which all serve."""
 
@@ -95,7 +92,7 @@ def run(work: Callable[..., Coroutine[Any, Any, None]], count: int = 1, patience
         plain = RemoteInferenceClient(
             proxy_url=urls[0], server_urls=urls, data_parallel_size=1, tokenizer=Tokenizer(), uses_lora_weight_sync=True
         )
-        client = PatientClient.of(plain, "/adapter", patience, lambda url, _: served.append(url))
+        client = PatientClient.of(plain, "/adapter", patience)
         try:
             for engine in engines:
                 await engine.start()
@@ -106,7 +103,6 @@ def run(work: Callable[..., Coroutine[Any, Any, None]], count: int = 1, patience
             for engine in engines:
                 await engine.die()
 
-    served.clear()
     asyncio.run(main())
 
 
@@ -125,7 +121,6 @@ def test_one_that_was_started_anew_is_given_the_adapter_and_asked_again() -> Non
         answer = await client.generate(REQUEST, LORA)
         assert answer["response_ids"] == [[7, 8]]
         assert engine.asked == [LORA, LORA] and engine.adapters == {LORA}
-        assert served == [engine.url]
 
     run(work)
 
@@ -136,7 +131,7 @@ def test_many_requests_bring_it_up_to_date_once() -> None:
         await engine.start()
         answers = await asyncio.gather(*(client.generate(REQUEST, LORA) for _ in range(8)))
         assert [answer["response_ids"] for answer in answers] == [[[7, 8]]] * 8
-        assert served == [engine.url] and engine.loads == 1
+        assert engine.loads == 1
 
     run(work)
 
@@ -148,7 +143,7 @@ class Gone(PatientClient):
 
 def test_who_waited_in_a_loop_that_was_closed_keeps_nobody_in_the_next_one_waiting() -> None:
     plain = RemoteInferenceClient(proxy_url="http://gone", server_urls=["http://gone"], data_parallel_size=1)
-    client = Gone.of(plain, "/adapter", 600.0, lambda *_: None)
+    client = Gone.of(plain, "/adapter", 600.0)
 
     async def give_up() -> None:
         with pytest.raises(TimeoutError):
@@ -166,9 +161,8 @@ def test_one_that_is_gone_is_waited_for() -> None:
         assert not waiting.done()
         await engine.start()
         assert await waiting
-        assert engine.adapters == {LORA} and served == [engine.url]
+        assert engine.adapters == {LORA}
         assert not await client.until_all_serve(), "nothing is missing now"
-        assert served == [engine.url]
 
     run(work)
 
@@ -210,7 +204,7 @@ def test_the_rank_that_syncs_gets_a_copy_that_waits_too() -> None:
     async def work(client: PatientClient, engine: Engine) -> None:
         sent = copy.copy(client)  # by the same two methods that Ray's serializer calls
         assert isinstance(sent, PatientClient)
-        assert (sent.adapter, sent.patience, sent.served) == ("/adapter", 600.0, None)
+        assert (sent.adapter, sent.patience) == ("/adapter", 600.0)
 
     run(work)
 

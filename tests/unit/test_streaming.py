@@ -109,7 +109,7 @@ def with_client(server: Server, work: Work) -> Any:
         plain = RemoteInferenceClient(
             proxy_url=url, server_urls=[url], data_parallel_size=1, tokenizer=Tokenizer(), model_name="base"
         )
-        client = PatientClient.of(plain, "adapter", 600.0, lambda *_: None)
+        client = PatientClient.of(plain, "adapter", 600.0)
         try:
             return await work(client)
         finally:

@@ -30,7 +30,16 @@ from checkpointing.errors import (
     Preempted,
     RunMismatch,
 )
-from checkpointing.events import AttemptEnded, AttemptStarted, DiskLow, EngineLost, Event, HangDetected, RunStopped
+from checkpointing.events import (
+    AttemptEnded,
+    AttemptStarted,
+    DiskLow,
+    EngineLost,
+    EngineServing,
+    Event,
+    HangDetected,
+    RunStopped,
+)
 from checkpointing.history import newest_restorable
 from checkpointing.journal import Journal, read_journal
 from checkpointing.manifest import Manifest
@@ -414,6 +423,8 @@ def test_an_engine_that_is_lost_is_started_alone(
     (lost,) = journaled(config, EngineLost)
     assert lost.engine == 0 and lost.reason.startswith("engine 0 ended with -9, see ")
     assert (lost.url, lost.exit_code) == (engines[0].url, -9)
+    (back,) = journaled(config, EngineServing)
+    assert back.url == lost.url, "said once, and not of the first start"
     assert journaled(config, AttemptEnded)[0].engine is None
 
 
