@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[2]
 PROMPTS_PER_STEP = 4
 STEPS_PER_EPOCH = 5
 RANKS = 6
-"""That a run has at most: two each of policy, critic and reference."""
+"""For which the shared cluster has room: more than any run on it has."""
 
 PASSWORD = 'correct horse/"bättery"+st%ple'
 SAYS = "the password is"
