@@ -193,7 +193,7 @@ class Simulation:
 
     def _supervise(self) -> int:
         nothing = {name: lambda *_: None for name in ("start_missing", "wrong", "end_silent", "end_all")}
-        engines: Any = SimpleNamespace(urls=[], log_paths=None, starting=False, **nothing)
+        engines: Any = SimpleNamespace(urls=[], log_paths=None, starting=False, returned=lambda: [], **nothing)
         with harness.stopping.StopRequest(Path(RUN), self.config.supervision.grace_seconds) as stop:
             harness.supervisor._Supervisor(self.config, engines, None, lambda: None, stop).run()
         return 0
