@@ -53,6 +53,7 @@ def test_a_driver_has_a_token_for_the_cluster_that_it_starts_and_for_no_other(
     seen: list[dict[str, str]] = []
     monkeypatch.setattr("harness.supervisor.spawn", lambda command, env, log, ledger: seen.append(dict(env)))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of the cluster of others")
+    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")  # which all tests have
     config = RunConfig(run_dir=tmp_path, device="cpu", ray_address=address, skyrl={})
     for attempt in (1, 2):
         _start_driver(config, [], attempt, None, {})
