@@ -53,7 +53,7 @@ CALM_STARTS = 3
 HOPELESS_STARTS = 2
 """Times that a supervisor gives up in the same way before whoever starts it does too, where a step always fails."""
 
-LOOK_SECONDS = 4.0
+LOOK_SECONDS = 2.0
 GAVE_UP = {error.exit_code for error in (AttemptsExhausted, NoProgress, Poisoned, NonFinite)}
 
 
