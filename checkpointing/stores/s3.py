@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Buffer, Callable, Iterator, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -203,8 +202,6 @@ class S3Store:
                 self._connection = None
             raise failure  # outside, without its cause: that may quote the request, and tokens with it
 
-        with suppress(Transient):
-            return attempt()  # nearly always; what repeats it takes longer than some stand-ins of S3 do
         first_failure = None
 
         def spent(state: RetryCallState) -> bool:

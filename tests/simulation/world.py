@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tenacity
 import tenacity.nap
 import tenacity.wait
 
@@ -30,6 +31,7 @@ import checkpointing.stores.posix
 import checkpointing.stores.s3
 import checkpointing.verification
 from checkpointing.errors import HarnessError
+from checkpointing.stores.s3_errors import Transient
 
 from .clock import Clock, Killed, Process, Thread
 from .disk import STORE, Disk, Path
@@ -48,6 +50,23 @@ MOST_POINTS = 20_000
 
 _known = {name: functools.lru_cache(10_000)(getattr(checkpointing.records, name)) for name in ("decode", "unseal")}
 """Functions of bytes, and given the same ones again and again: what they have found out they do not find out twice."""
+
+
+class _Retrying(tenacity.Retrying):
+    """Tenacity, which sees a call only once it has failed: what it does about each takes longer than the call here."""
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Transient as error:
+            failed = [error]
+
+        def again() -> Any:
+            if failed:
+                raise failed.pop()
+            return fn(*args, **kwargs)
+
+        return super().__call__(again)
 
 
 class World:
@@ -254,7 +273,12 @@ class World:
             checkpointing.redaction: {"redactor": lambda: no_secrets},
             checkpointing.progress: {"os": os, "time": time, "threading": threading},
             checkpointing.stores.posix: {"os": os, "time": time, "secrets": tokens, "Path": Path},
-            checkpointing.stores.s3: {"time": time, "threading": threading, "obstore": Obstore},
+            checkpointing.stores.s3: {
+                "time": time,
+                "threading": threading,
+                "obstore": Obstore,
+                "Retrying": _Retrying,
+            },
             checkpointing.stores.s3.S3Store: {"_connect": connect(self.buckets, self.after)},
             checkpointing.replicator: {
                 "POLL_SECONDS": 4.0,

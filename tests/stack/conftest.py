@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[2]
 PROMPTS_PER_STEP = 4
 STEPS_PER_EPOCH = 5
 RANKS = 6
-"""For which the shared cluster has room: more than any run on it has."""
+"""For which the shared cluster has room: two each of policy, critic and reference."""
 
 PASSWORD = 'correct horse/"bättery"+st%ple'
 SAYS = "the password is"

@@ -21,9 +21,7 @@ from trainer.determinism import environment
 from .conftest import REPOSITORY, Train
 
 LAST_STEP = 4
-ONE_RANK_EACH = {f"trainer.placement.{role}_num_gpus_per_node": 1 for role in ("policy", "critic", "ref")}
-"""Each takes ten seconds to import what it needs; what several ranks hold is seen wherever two train."""
-WHOLE: dict[str, Any] = ONE_RANK_EACH | {
+WHOLE: dict[str, Any] = {
     "trainer.max_training_steps": LAST_STEP,
     "trainer.algorithm.advantage_estimator": "gae",
     "trainer.algorithm.use_kl_in_reward": True,
@@ -34,7 +32,7 @@ WHOLE: dict[str, Any] = ONE_RANK_EACH | {
     "trainer.policy.optimizer_config.scheduler": "linear",
     "trainer.policy.optimizer_config.num_warmup_steps": 2,
 }
-KILLS = ({"fault": "kill", "target": "critic:0", "at": "train.forward_backward", "step": 3},)
+KILLS = ({"fault": "kill", "target": "critic:1", "at": "train.forward_backward", "step": 3},)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +119,7 @@ def test_a_reference_that_has_moved_comes_back(
     from safetensors.torch import load_file, save_file
 
     save_file({name: tensor * 1.5 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
-    keys = ONE_RANK_EACH | {
+    keys = {
         "trainer.policy.model.lora.rank": 0,
         "trainer.ref.model.path": str(start),
         "trainer.algorithm.use_kl_loss": True,
@@ -136,7 +134,8 @@ def test_a_reference_that_has_moved_comes_back(
 
 def test_killed_while_dynamic_sampling_fills_its_buffer(train: Train) -> None:
     """Steps take more batches than one, so that step and data position go apart; the kill is in mid-buffer."""
-    keys: dict[str, Any] = ONE_RANK_EACH | {
+    keys = {
+        "trainer.placement.policy_num_gpus_per_node": 1,  # the buffer is the driver's
         "trainer.algorithm.dynamic_sampling.type": "filter",
         "trainer.algorithm.dynamic_sampling.max_sample_batches": 10,
         "trainer.max_training_steps": 4,
