@@ -242,8 +242,10 @@ put back), `driver/dynamic_sampling` and `driver/callbacks` (empty here), `ref/p
 
 DEFECTS: dict[str, Defect] = {f"{entry} left out": _leave_out(entry) for entry in LEFT_OUT} | {
     "epoch off by one": Defect(_epoch_off_by_one, "diverged", "driver/data_position"),
-    "ranks' RNG swapped": Defect(_swap_rng, "diverged", "step 3", uneven=True),
-    "scheduler stepped twice": Defect(_after_restore_of_rank(lambda rank: rank.scheduler.step()), "diverged", "step 3"),
+    "ranks' RNG swapped": Defect(_swap_rng, "restored wrongly", "policy/rng", uneven=True),
+    "scheduler stepped twice": Defect(
+        _after_restore_of_rank(lambda rank: rank.scheduler.step()), "restored wrongly", "policy/lr_scheduler"
+    ),
     "fresh optimizer": Defect(
         _after_restore_of_rank(lambda rank: rank.optimizer.state.clear()), "restored wrongly", "policy/optimizer"
     ),
