@@ -3,20 +3,15 @@
 Whether another attempt is due is `policy.py`, what counts as a hang is `deadlines.py`.
 """
 
-import json
-import math
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from chaos.plan import FaultPlan
 from chaos.witness import witness_fired
 from checkpointing.commit import newest_attempt
 from checkpointing.errors import CheckpointError, ConfigError, HarnessError, NonFinite, Preempted, WorkerLost
@@ -33,58 +28,22 @@ from checkpointing.events import (
 from checkpointing.history import valid_commits
 from checkpointing.journal import Journal, Record, read_journal
 from checkpointing.progress import progress_path
-from checkpointing.trace import TRACE_VARIABLE, trace_folder
 from harness.config import RunConfig
 from harness.deadlines import Deadlines
+from harness.driver_process import ledger, log_path, start_driver, why_ended
 from harness.ending import as_error, first_dead, last_lines, last_words, oom_kills, says_error
 from harness.engines import FRUITLESS, EnginePool
 from harness.exporter import Exporter
 from harness.logs import LogStream
 from harness.policy import engines_lost, engines_to_blame, failures, next_attempt
-from harness.processes import reap, scratch_of, spawn
+from harness.processes import reap, scratch_of
 from harness.runs import CONFIG_KEY, is_recorded, leave_config, leave_tiers, only_supervisor
 from harness.stopping import StopRequest
-from trainer.determinism import environment
-from trainer.own_cluster import own_cluster
 
 LOOK_SECONDS = 0.5
 
-HEAD_SECONDS = 20
-"""After so long without its head Ray ends a driver and its ranks, where the head is ours; else after its own 60. Not
-within the time of grace: a signal to everybody ends the head at once, and the driver has something to save yet."""
-
-LISTENER = "chaos.agent:listen"
-"""What hears the phases of a run that is to meet faults."""
-
 Watch = Callable[[], None]
 """Called about twice a second while an attempt runs."""
-
-
-def _start_driver(
-    config: RunConfig, engine_urls: list[str], attempt: int, faults: Path | None, unusable: dict[str, str]
-) -> subprocess.Popen[bytes]:
-    """`unusable`: {commit that is not to be resumed from: why}."""
-    env = os.environ | environment(config.device) | {"HARNESS_ATTEMPT": str(attempt)}
-    env |= {"HARNESS_PROGRESS": str(progress_path(config.run_dir, attempt).resolve())}
-    env |= {"HARNESS_UNUSABLE": json.dumps(unusable)}
-    if config.ray_address == "local":
-        env |= own_cluster()
-        seconds = math.ceil(max(HEAD_SECONDS, config.supervision.grace_seconds))
-        env.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(seconds))
-    if faults is not None:
-        env |= {"HARNESS_PHASE_LISTENER": LISTENER, "HARNESS_FAULT_PLAN": str(faults.resolve())}
-        env[TRACE_VARIABLE] = str(trace_folder(config.run_dir).resolve())
-        env["HARNESS_FAULTS_PLANNED"] = str(len(FaultPlan.load(faults).faults))
-    command = [sys.executable, "-m", "harness.driver", config.model_dump_json(), json.dumps(engine_urls)]
-    return spawn(command, env, _log(config, attempt), _ledger(config))
-
-
-def _log(config: RunConfig, attempt: int) -> Path:
-    return config.run_dir / "logs" / f"attempt-{attempt:06d}.log"
-
-
-def _ledger(config: RunConfig) -> Path:
-    return config.run_dir / "logs" / "driver.sessions"
 
 
 def supervise(config: RunConfig, engines: EnginePool, faults: Path | None = None, watch: Watch = lambda: None) -> None:
@@ -118,17 +77,8 @@ def supervise(config: RunConfig, engines: EnginePool, faults: Path | None = None
         supervisor = _Supervisor(config, engines, faults, look, stop)
         if supervisor.is_first and not (config.run_dir / CONFIG_KEY).exists():
             leave_config(config.run_dir, config)
-        reap(_ledger(config))
+        reap(ledger(config))
         supervisor.run()
-
-
-def _why(code: int, words: str, silent: bool) -> str:
-    """A driver ended by itself with `code` (or minus a signal) after `words`."""
-    if silent:
-        return f"ended with {code} and said nothing: Ray ends a driver that has lost its head"
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return "complete" if code == 0 else words
 
 
 class _Lost(NamedTuple):
@@ -148,7 +98,7 @@ class _Supervisor:
         self._config, self._engines, self._faults, self._watch, self._stop = config, engines, faults, watch, stop
         self._tiers = config.checkpoints.open(config.run_dir)
         self._deadlines = Deadlines(config.supervision)
-        self._logs = LogStream(config.run_dir / "logs", engines.log_paths, _ledger(config))
+        self._logs = LogStream(config.run_dir / "logs", engines.log_paths, ledger(config))
         self._said_disk_low = False
         self._seen: set[int] | None = None
         """Planned faults that the journal says were witnessed, once it was read."""
@@ -211,16 +161,16 @@ class _Supervisor:
         progress_path(config.run_dir, attempt).unlink(missing_ok=True)
         self._deadlines.begin(progress_path(config.run_dir, attempt), time.monotonic())
         self._logs.begin(attempt)
-        log = _log(config, attempt)
+        log = log_path(config, attempt)
         old = log.stat().st_size if log.exists() else 0  # of one that died before it had this number
-        driver = _start_driver(config, self._engines.urls, attempt, self._faults, unusable)
+        driver = start_driver(config, self._engines.urls, attempt, self._faults, unusable)
         try:
             lost = self._wait(driver, attempt)
-            lines = last_lines(lost.log if lost else first_dead(last_words(log), log, scratch_of(_ledger(config))))
+            lines = last_lines(lost.log if lost else first_dead(last_words(log), log, scratch_of(ledger(config))))
         finally:
             driver.kill()
             code = driver.wait()
-            reap(_ledger(config), self._logs.end)
+            reap(ledger(config), self._logs.end)
         newest = self._newest()
         silent = code == HarnessError.exit_code and not says_error(log, old)
         error = lost.error if lost else None
@@ -229,7 +179,7 @@ class _Supervisor:
         if newest > before:
             leave_config(config.run_dir, config)
         kills = max(oom_kills() - kills, 0)
-        reason = lost.reason if lost and code < 0 else _why(code, last_words(log), silent)
+        reason = lost.reason if lost and code < 0 else why_ended(code, last_words(log), silent)
         if kills and code != 0:
             reason = f"the kernel killed {kills} processes for want of memory: {reason}"
         # A driver whose ranks had to fall back to an older commit has become a further attempt.
@@ -266,7 +216,7 @@ class _Supervisor:
 
     def _wait(self, driver: subprocess.Popen[bytes], attempt: int) -> _Lost | None:
         """Until the driver ends, or is ended because of something else, which is returned."""
-        log, told = _log(self._config, attempt), False
+        log, told = log_path(self._config, attempt), False
         while driver.poll() is None:
             self._watch()
             self._logs.look()

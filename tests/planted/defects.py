@@ -264,14 +264,14 @@ DEFECTS: dict[str, Defect] = {f"{entry} left out": _leave_out(entry) for entry i
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Runs that meet faults inside the block have the defect `name`."""
-    from harness import supervisor
+    from harness import driver_process
 
-    before = supervisor.LISTENER
-    supervisor.LISTENER, os.environ[VARIABLE] = f"{__name__}:listen", name
+    before = driver_process.LISTENER
+    driver_process.LISTENER, os.environ[VARIABLE] = f"{__name__}:listen", name
     try:
         yield
     finally:
-        supervisor.LISTENER = before
+        driver_process.LISTENER = before
         del os.environ[VARIABLE]
 
 

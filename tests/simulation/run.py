@@ -243,7 +243,7 @@ class Simulation:
             harness.supervisor: {
                 "time": time,
                 "LOOK_SECONDS": LOOK_SECONDS,
-                "_start_driver": self._start_driver,
+                "start_driver": self._start_driver,
                 "reap": self._reap,
                 "last_words": lambda _: self.driver.words if self.driver else "",
                 "last_lines": lambda _: [],

@@ -12,7 +12,7 @@ import trainer.entrypoint
 from chaos.proxy import FaultProxy
 from checkpointing.errors import ConfigError
 from harness.config import RunConfig, load_config
-from harness.supervisor import _start_driver
+from harness.driver_process import start_driver
 from harness.weed import Weed
 from trainer.engine import engine_command
 from trainer.own_cluster import own_cluster
@@ -51,12 +51,12 @@ def test_a_driver_has_a_token_for_the_cluster_that_it_starts_and_for_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, ours: bool
 ) -> None:
     seen: list[dict[str, str]] = []
-    monkeypatch.setattr("harness.supervisor.spawn", lambda command, env, log, ledger: seen.append(dict(env)))
+    monkeypatch.setattr("harness.driver_process.spawn", lambda command, env, log, ledger: seen.append(dict(env)))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of the cluster of others")
     monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")  # which all tests have
     config = RunConfig(run_dir=tmp_path, device="cpu", ray_address=address, skyrl={})
     for attempt in (1, 2):
-        _start_driver(config, [], attempt, None, {})
+        start_driver(config, [], attempt, None, {})
     assert ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" in seen[0]) == ours
     assert (seen[0].get("RAY_AUTH_MODE") == "token") == ours
     assert (seen[0]["RAY_AUTH_TOKEN"] != "of the cluster of others") == ours

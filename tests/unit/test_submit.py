@@ -31,15 +31,15 @@ TOKEN = "t0ken-of-the-cluster"
 HARNESS = """#!{python}
 # The real command and the real supervisor, whose drivers are stand-ins.
 import os, sys
-from harness import supervisor
+from harness import driver_process, supervisor
 from harness.cli import main
 from harness.processes import spawn
 
 def start(config, urls, attempt, faults, unusable):
     command = [sys.executable, "-c", {driver!r}, str(config.run_dir), config.ray_address]
-    return spawn(command, os.environ, supervisor._log(config, attempt), supervisor._ledger(config))
+    return spawn(command, os.environ, driver_process.log_path(config, attempt), driver_process.ledger(config))
 
-supervisor._start_driver = start
+supervisor.start_driver = start
 main()
 """
 

@@ -46,7 +46,7 @@ from checkpointing.manifest import Manifest
 from checkpointing.progress import progress_path
 from checkpointing.store import open_store
 from checkpointing.trace import trace_folder
-from harness import supervisor
+from harness import driver_process, supervisor
 from harness.config import Engines, RunConfig, Supervision
 from harness.deadlines import Deadlines
 from harness.engines import ANSWER_SECONDS, FRUITLESS, Engine, EnginePool
@@ -144,9 +144,9 @@ def supervise(monkeypatch: pytest.MonkeyPatch) -> Supervise:
             command = [sys.executable, "-c", DRIVER, str(config.run_dir.resolve()), json.dumps(drivers)]
             progress = progress_path(config.run_dir, attempt)
             env = os.environ | {"HARNESS_UNUSABLE": json.dumps(unusable), "HARNESS_PROGRESS": str(progress)}
-            return spawn(command, env, supervisor._log(config, attempt), supervisor._ledger(config))
+            return spawn(command, env, driver_process.log_path(config, attempt), driver_process.ledger(config))
 
-        monkeypatch.setattr(supervisor, "_start_driver", start)
+        monkeypatch.setattr(supervisor, "start_driver", start)
         monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.02)
         supervisor.supervise(config, EnginePool(config, config.run_dir / "logs"), None, watch)
 
@@ -201,7 +201,7 @@ def test_a_driver_that_ends_with_1_and_does_not_say_why_was_ended_by_ray(
 def test_what_a_driver_said_before_one_of_the_same_number_is_not_that_one_s(
     config: RunConfig, supervise: Supervise
 ) -> None:
-    log = supervisor._log(config, 1)
+    log = driver_process.log_path(config, 1)
     log.parent.mkdir(parents=True)
     log.write_text("error: of one that died before it had a number\n")
     supervise(config, "mute end=1", "end=0")
@@ -678,7 +678,7 @@ def test_what_was_said_is_gathered_while_an_attempt_runs_and_when_it_has_ended(
 
     def watch() -> None:
         attempt = len(endings(config)) + 1
-        streamed, log = stream_path(config.run_dir / "logs", attempt), supervisor._log(config, attempt)
+        streamed, log = stream_path(config.run_dir / "logs", attempt), driver_process.log_path(config, attempt)
         if (streamed if other == "end" else log).stat().st_size:
             (config.run_dir / f"enough-{attempt}").touch()
 
@@ -719,8 +719,8 @@ def test_a_run_that_is_to_meet_faults_is_traced(
     plan.write_text('{"faults": []}')
     given: dict[str, str] = {}
     monkeypatch.delenv("HARNESS_TRACE", raising=False)
-    monkeypatch.setattr(supervisor, "spawn", lambda command, env, log, ledger: given.update(env))
-    supervisor._start_driver(config, [], 1, plan if faults else None, {})
+    monkeypatch.setattr(driver_process, "spawn", lambda command, env, log, ledger: given.update(env))
+    driver_process.start_driver(config, [], 1, plan if faults else None, {})
     assert given.get("HARNESS_TRACE") == (str(trace_folder(config.run_dir)) if faults else None)
 
 
@@ -732,7 +732,7 @@ def test_a_driver_soon_sees_that_a_head_of_its_own_is_lost(
 ) -> None:
     """Ray's own name for it. Not while it may still have to save what it can."""
     given: dict[str, str] = {}
-    monkeypatch.setattr(supervisor, "spawn", lambda command, env, log, ledger: given.update(env))
+    monkeypatch.setattr(driver_process, "spawn", lambda command, env, log, ledger: given.update(env))
     config = limited(config, grace_seconds=grace).model_copy(update={"ray_address": address})
-    supervisor._start_driver(config, [], 1, None, {})
+    driver_process.start_driver(config, [], 1, None, {})
     assert given.get("RAY_gcs_rpc_server_reconnect_timeout_s") == seconds

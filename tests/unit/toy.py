@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness import supervisor
+from harness import driver_process, supervisor
 from harness.processes import spawn
 
 _REPOSITORY = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def train_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(command: Sequence[str], env: Mapping[str, str], log: Path, ledger: Path) -> subprocess.Popen[bytes]:
         return spawn([sys.executable, "-c", DRIVER, command[3]], env, log, ledger)
 
-    monkeypatch.setattr(supervisor, "spawn", start)
+    monkeypatch.setattr(driver_process, "spawn", start)
     monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.02)
     monkeypatch.setenv("PYTHONPATH", str(_REPOSITORY))
     monkeypatch.delenv("TOY_DEFECT", raising=False)
