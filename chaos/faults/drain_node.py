@@ -1,13 +1,16 @@
-"""The node is drained, with notice."""
+"""The node is drained: its pod is evicted, with notice. Its disruption budget may refuse that, and the fault fails."""
 
+from chaos import kubernetes
 from chaos.faults import Kind
-from chaos.scene import Parameters
-from chaos.unavailable import heal, inject, witness
+from chaos.kubernetes import ended as witness
+from chaos.kubernetes import why_not as available
+from chaos.scene import Parameters, Scene
+from chaos.scene import nothing_to_heal as heal
 
 __all__ = ["KIND", "Parameters", "available", "heal", "inject", "witness"]
 
 KIND: Kind = "node"
 
 
-def available() -> str | None:
-    return "needs a cluster manager that drains nodes; terminate_group is what it does to the processes"
+def inject(scene: Scene) -> None:
+    kubernetes.evict(scene)

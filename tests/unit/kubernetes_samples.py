@@ -31,6 +31,9 @@ OVERLAYS = {
 
 TARGETS = [f"{overlay}/{kind}" for overlay in OVERLAYS for kind in ("cluster", "job")]
 
+DRILLS = "hyperpod/drills"
+"""What `hyperpod/cluster` is, for drills that end pods; see configs/kubernetes/."""
+
 
 def sources() -> str:
     """Digest of everything that the copy is built from."""
@@ -76,5 +79,5 @@ def _closed(schema: Any) -> Any:
 
 
 if __name__ == "__main__":
-    content = {"sources": sources(), "built": {target: build(target) for target in TARGETS}}
+    content = {"sources": sources(), "built": {target: build(target) for target in (*TARGETS, DRILLS)}}
     _COPY.write_bytes(gzip.compress(canonical_json(content), mtime=0))

@@ -20,7 +20,7 @@ from harness.raylets import Profile
 
 from . import kubernetes_policies as policies
 from .kubernetes_policies import POLICIES, Built, Manifest, iam_policy
-from .kubernetes_samples import KUBERNETES, OVERLAYS, ROOT, TARGETS, build, built, copy, ray_schemas, sources
+from .kubernetes_samples import DRILLS, KUBERNETES, OVERLAYS, ROOT, TARGETS, build, built, copy, ray_schemas, sources
 
 SERVERS = ("1.30", "1.34")
 """The oldest Kubernetes that knows all that is used (preStop.sleep), and a new one."""
@@ -31,7 +31,7 @@ def test_the_copy_is_of_these_sources() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here to build the manifests with")
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS, DRILLS])
 def test_the_copy_is_what_kubectl_builds(target: str) -> None:
     assert build(target) == built(target).manifests
 
@@ -52,7 +52,7 @@ def validate(manifest: bytes) -> None:
             kubernetes_validate.validate(plain, server, strict=True)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS, DRILLS])
 def test_every_manifest_is_valid(target: str) -> None:
     for manifest in built(target).manifests:
         validate(canonical_json(manifest))
@@ -62,6 +62,24 @@ def test_every_manifest_is_valid(target: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_holds(target: str, policy: Callable[[Built], Iterator[str]]) -> None:
     assert list(policy(built(target))) == []
+
+
+def test_pods_that_drills_may_end_differ_in_nothing_else() -> None:
+    """A token, and the right to end pods of their namespace."""
+    drills, cluster = built(DRILLS), built("hyperpod/cluster")
+    assert all(list(policy(drills)) == [] for policy in POLICIES if policy is not policies.no_api_token)
+    (role,), (binding,) = drills.of("Role"), drills.of("RoleBinding")
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "delete"]},
+        {"apiGroups": [""], "resources": ["pods/eviction"], "verbs": ["create"]},
+    ]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "harness", "namespace": "harness"}]
+    spec = drills.cluster()
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    for group in groups:
+        assert group["template"]["spec"]["automountServiceAccountToken"] is True
+        group["template"]["spec"]["automountServiceAccountToken"] = False
+    assert [one for one in drills.manifests if one not in (role, binding)] == cluster.manifests
 
 
 HEAD = "spec/rayClusterSpec/headGroupSpec/template/spec"
