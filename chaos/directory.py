@@ -107,6 +107,11 @@ class PlanDirectory:
         path = self._processes / f"{name.replace(':', '-')}.json"
         _written_aside(path, process).replace(path)
 
+    def announced(self) -> dict[str, ProcessId]:
+        """The newest process of each name."""
+        paths = {path.stem.replace("-", ":"): path for path in self._processes.glob("*.json")}
+        return {name: ProcessId.model_validate_json(path.read_bytes()) for name, path in paths.items()}
+
     def find(self, name: str) -> ProcessId | None:
         path = self._processes / f"{name.replace(':', '-')}.json"
         return ProcessId.model_validate_json(path.read_bytes()) if path.exists() else None

@@ -22,27 +22,39 @@ def why_not() -> str | None:
 
 def mount(*arguments: str) -> None:
     """mount(8). Raises ConfigError with what it says."""
-    _run("mount", *arguments)
+    run("mount", *arguments)
 
 
 def unmount(folder: Path) -> None:
     """Also where a file below it is still open. Nothing happens where nothing is mounted."""
     if kind(folder) is not None:
-        _run("umount", "--lazy", str(folder))
+        run("umount", "--lazy", str(folder))
 
 
 def kind(folder: Path) -> str | None:
     """The type of the file system that is mounted exactly at `folder`, the newest where there are several."""
-    wanted = str(folder.resolve()).replace(" ", "\\040")
-    found = None
+    found = _mounted(folder)
+    return found[0] if found else None
+
+
+def source(folder: Path) -> str:
+    """What is mounted there: a device. Raises ConfigError: nothing is."""
+    if (found := _mounted(folder)) is None:
+        raise ConfigError(f"nothing is mounted at {folder}")
+    return found[1]
+
+
+def _mounted(folder: Path) -> tuple[str, str] | None:
+    wanted, found = str(folder.resolve()).replace(" ", "\\040"), None
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         place, _, rest = line.partition(" - ")
         if place.split()[4] == wanted:
-            found = rest.split()[0]
+            found = (rest.split()[0], rest.split()[1])
     return found
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Raises ConfigError with what it says: it is not installed, or not allowed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:

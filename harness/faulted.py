@@ -6,13 +6,14 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from chaos import lasting, mounts
+from chaos import disks, lasting
 from chaos.directory import PlanDirectory, Site
 from chaos.plan import FaultPlan, PlannedFault
 from chaos.process import ProcessId
@@ -117,17 +118,18 @@ def _say_what_was_seen(config: RunConfig, plan: Path) -> None:
 
 @contextmanager
 def small_disk(run_dir: Path, size: int | None) -> Iterator[None]:
-    """With a `size` in bytes the file tier of `run_dir` lies on a file system of its own, and is gone afterwards."""
+    """With a `size` in bytes the file tier of `run_dir` lies on a disk of its own, and is gone afterwards."""
     if size is None:
         yield
         return
     folder = run_dir / "store"
     folder.mkdir(parents=True)
-    mounts.mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
-    try:
-        yield
-    finally:
-        mounts.unmount(folder)
+    with tempfile.TemporaryDirectory(dir=run_dir.parent, prefix="disk-") as images:
+        disks.mount_new(Path(images) / "image", size, folder)
+        try:
+            yield
+        finally:
+            disks.unmount(folder)
 
 
 def _require_target(target: str, config: RunConfig, stores: dict[str, str]) -> None:

@@ -1,33 +1,40 @@
-"""The disk of a tier is full. It needs a small file system of its own, which `disk_bytes` of a drill mounts."""
+"""The disk of a tier is full. It needs one of its own, which `disk_bytes` of a drill mounts."""
 
 import errno
 import os
 import tempfile
+from pathlib import Path
 
-from chaos import mounts
+from chaos import disks
+from chaos.disks import why_not as available
 from chaos.faults import Kind
-from chaos.mounts import why_not as available
 from chaos.scene import Parameters, Scene
-from checkpointing.errors import ConfigError
 
 __all__ = ["KIND", "Parameters", "available", "heal", "inject", "witness"]
 
 KIND: Kind = "store"
 _PROBE = 64 * 1024
+_LEAST = 4096
 
 
 def inject(scene: Scene) -> None:
-    folder = scene.store_folder
-    if mounts.kind(folder) != "tmpfs":
-        raise ConfigError(f"{folder} is on no small file system of its own; set `disk_bytes` in the drill")
-    now = os.statvfs(folder)
-    scene.note({"bytes": now.f_blocks * now.f_frsize})
-    mounts.mount("-o", f"remount,size={(now.f_blocks - now.f_bfree) * now.f_frsize}", str(folder))
+    disks.require(scene.store_folder)
+    scene.note({"filled": True})
+    with _filler(scene).open("ab") as filler:
+        now = os.statvfs(scene.store_folder)
+        size = now.f_bavail * now.f_frsize
+        while size >= _LEAST:  # some of what is free goes to the file system's own books
+            try:
+                os.posix_fallocate(filler.fileno(), filler.seek(0, os.SEEK_END), size)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                size //= 2
 
 
 def heal(scene: Scene) -> None:
-    if (size := scene.noted().get("bytes")) and mounts.kind(scene.store_folder) == "tmpfs":
-        mounts.mount("-o", f"remount,size={size}", str(scene.store_folder))
+    if scene.noted().get("filled"):
+        _filler(scene).unlink(missing_ok=True)
 
 
 def witness(scene: Scene) -> str | None:
@@ -38,3 +45,7 @@ def witness(scene: Scene) -> str | None:
             return None
     except OSError as error:
         return f"writing {_PROBE} bytes: {error.strerror}" if error.errno == errno.ENOSPC else None
+
+
+def _filler(scene: Scene) -> Path:
+    return scene.store_folder / ".filler"

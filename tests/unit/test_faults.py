@@ -76,9 +76,9 @@ def test_what_only_a_real_cluster_can_do_is_listed_with_the_reason(tmp_path: Pat
     unavailable = {listed.name: listed.unavailable for listed in faults.catalogue() if listed.unavailable}
     assert "Kubernetes" in (unavailable["delete_pod"] or "")
     assert "Kubernetes" in (unavailable["drain_node"] or "")
-    assert {"cut_off_rank", "clock_jump", "lost_writes", "store_slow"} <= unavailable.keys()
+    assert "libfaketime" in (unavailable["clock_jump"] or "")
     with pytest.raises(ConfigError):
-        faults.find("cut_off_rank").inject(scene(tmp_path, "cut_off_rank", "driver"))
+        faults.find("clock_jump").inject(scene(tmp_path, "clock_jump", "driver"))
 
 
 @pytest.fixture
@@ -452,26 +452,6 @@ def test_store_gone(tmp_path: Path) -> None:
         fault.heal(at)
     fault.heal(at)
     assert fault.witness(at) is None and open_store(at.store).get("attempts/000001.json")
-
-
-@needs_mounts
-def test_disk_full(tmp_path: Path) -> None:
-    site = Site(stores={"store:file": f"file://{tmp_path / 'store'}"})
-    fault, at = faults.load("disk_full"), scene(tmp_path, "disk_full", "store:file", site=site)
-    (tmp_path / "store").mkdir()
-    with pytest.raises(ConfigError, match="set `disk_bytes` in the drill"):
-        fault.inject(at)
-    mounts.mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "store"))
-    try:
-        (tmp_path / "store" / "before").write_bytes(bytes(1000))
-        assert fault.witness(at) is None
-        fault.inject(at)
-        assert "No space left" in (fault.witness(at) or "")
-        assert (tmp_path / "store" / "before").read_bytes() == bytes(1000)
-        fault.heal(at)
-        assert fault.witness(at) is None
-    finally:
-        mounts.unmount(tmp_path / "store")
 
 
 @needs_mounts

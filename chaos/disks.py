@@ -1,0 +1,86 @@
+"""A disk for one store: ext4 in a file, mounted by a loop device over the store's folder. It needs root."""
+
+import fcntl
+import os
+import struct
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from chaos import mounts
+from chaos.mounts import run
+from checkpointing.errors import ConfigError
+
+_SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN: _IOR('X', 125, __u32), fs/ext4/ext4.h
+_NO_LOG_FLUSH = 2  # EXT4_GOING_FLAGS_NOLOGFLUSH: nothing more is written, the journal neither
+
+
+@cache
+def why_not() -> str | None:
+    """None where there can be such a disk, else the reason."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "disk"
+        folder.mkdir()
+        try:
+            mount_new(Path(made) / "image", 8 << 20, folder)
+        except ConfigError as error:
+            return f"no disk can be made of a file here: {error}"
+        unmount(folder)
+    return None
+
+
+def mount_new(image: Path, size: int, folder: Path) -> None:
+    """Of `size` bytes, and empty. Raises ConfigError."""
+    with image.open("xb") as file:
+        file.truncate(size)
+    run("mkfs.ext4", "-q", "-m", "0", str(image))  # -m 0: root has no reserve
+    mounts.mount("-o", "loop", str(image), str(folder))
+
+
+def unmount(folder: Path) -> None:
+    """Every one that is mounted there."""
+    while mounts.kind(folder) == "ext4":
+        thaw(folder)
+        mounts.unmount(folder)
+
+
+def require(folder: Path) -> None:
+    """Raises ConfigError where `folder` is on no disk of its own."""
+    if mounts.kind(folder) != "ext4":
+        raise ConfigError(f"{folder} is on no disk of its own; set `disk_bytes` in the drill")
+
+
+def freeze(folder: Path) -> None:
+    """What writes to it waits until `thaw`. Raises ConfigError."""
+    run("fsfreeze", "--freeze", str(folder))
+
+
+def thaw(folder: Path) -> None:
+    """Nothing happens where it is not frozen."""
+    try:
+        run("fsfreeze", "--unfreeze", str(folder))
+    except ConfigError as error:
+        if "Invalid argument" not in str(error):
+            raise
+
+
+def cut_power(folder: Path) -> None:
+    """What was not synced is lost: in the disk's place there is from now on a copy of what it holds, as found after a
+    power cut. Who had files open keeps the old one, which refuses everything. Raises ConfigError.
+    """
+    image = _image(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
+    finally:
+        os.close(descriptor)
+    found = image.with_name(f"{image.name}+")
+    run("cp", "--sparse=always", str(image), str(found))
+    mounts.mount("-o", "loop", str(found), str(folder))  # which replays its journal
+
+
+def _image(folder: Path) -> Path:
+    """The file that the disk at `folder` is made of."""
+    require(folder)
+    device = Path(mounts.source(folder)).name
+    return Path(Path(f"/sys/block/{device}/loop/backing_file").read_text().strip())
