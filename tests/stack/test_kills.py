@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from chaos import faults
+from chaos import disks, faults
 from chaos.plan import PlannedFault
 from chaos.recovery import parts, recoveries
 from chaos.verdict import compare
@@ -26,7 +26,7 @@ from checkpointing.trace import read_trace, trace_folder
 from harness.config import Metrics, RunConfig
 from harness.engines import EnginePool
 from harness.exporter import TOKEN
-from harness.faulted import meet, write_plan
+from harness.faulted import meet, small_disk, write_plan
 from harness.processes import free_port
 from tests.prometheus import every_query_has_data
 
@@ -36,6 +36,15 @@ from .conftest import STEPS_PER_EPOCH, assert_no_secret_of_any_process
 def fault(name: str, target: str, at: str, step: int | None, **more: Any) -> PlannedFault:
     return PlannedFault(fault=name, target=target, at=at, step=step, **more)
 
+
+DISK_BYTES = 1 << 28
+
+POWER_CUT = (
+    fault("lost_writes", "store:file", "save.before_commit", 9)
+    if disks.why_not() is None
+    else fault("kill", "driver", "save.before_commit", 9)
+)
+"""In the middle of the second epoch: shards are there and their commit is not."""
 
 GAUNTLET = (
     fault("kill", "driver", "generate.request", 1, nth=5),  # before the first commit: nothing to resume from
@@ -49,10 +58,12 @@ GAUNTLET = (
     fault("s3_slow_down", "store:s3", "save.begin", 6, seconds=5),
     fault("memory_limit", "policy:1", "train.forward_backward", 7),
     fault("engine_unreachable", "engine:0", "generate.begin", 8, seconds=3),
-    fault("kill", "driver", "save.before_commit", 9),  # in the middle of the second epoch
+    POWER_CUT,
     fault("non_finite_gradient", "policy:1", "train.optimizer", 10),  # goes back one more checkpoint
     fault("s3_expired", "store:s3", "save.begin", 11, seconds=3),
     fault("straggle", "policy:1", "train.forward_backward", 11, seconds=4),
+    fault("store_slow", "store:file", "save.begin", 11, seconds=4),
+    fault("cut_off_rank", "policy:1", "train.forward_backward", 12, seconds=3),
     fault("flip_blob", "store:file", "save.committed", 12),
     fault("kill", "driver", "train.begin", 13),  # and that blob is read from another tier
     fault("kill", "keeper:0", "save.shard_written", 14),  # no reason to stop: the save is tried again
@@ -87,8 +98,9 @@ def test_every_kind_of_fault_in_one_run(
     config = configure("gauntlet").model_copy(update={"checkpoints": checkpoints, "metrics": metrics})
     planned = [one for one in GAUNTLET if faults.find(one.fault).available() is None]
     can = {one.fault for one in planned}  # a machine may let nobody mount, or make control groups
-    plan = write_plan(config, tuple(planned), config.run_dir / "faults")
-    with every_query_has_data(metrics.port, tmp_path):
+    disk = DISK_BYTES if disks.why_not() is None else None
+    with small_disk(config.run_dir, disk), every_query_has_data(metrics.port, tmp_path):
+        plan = write_plan(config, tuple(planned), config.run_dir / "faults")
         meet(config, plan, engines, Console(quiet=True))
     killed = read_journal(config.run_dir)
     verdict = compare(baseline, killed)
