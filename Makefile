@@ -27,7 +27,7 @@ test: check ## every check, and every test but the long ones, those on the real 
 	$(VENV)/pytest -n 2 tests/unit
 	$(VENV)/pytest tests/stack
 
-test-long: install ## the tests that CI has no room for: six ranks on three nodes, planted defects
+test-long: install ## the tests that CI has no room for: planted defects
 	$(VENV)/pytest -m long
 
 test-unit: install ## the tests that take seconds

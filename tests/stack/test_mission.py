@@ -20,7 +20,6 @@ from .conftest import REPOSITORY, assert_no_secret_of_any_process
 GAUNTLET = Path("configs/drills/mission/gauntlet.yaml")
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("s3")
 def test_everything_is_lost_in_turn(engines: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine, a rank during a save and one during a restore, the driver, a node; and S3 for a while."""
