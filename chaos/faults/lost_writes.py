@@ -4,10 +4,8 @@ It needs `disk_bytes` in the drill: the disk is real, and what a real file syste
 Engines, the supervisor and other machines live on.
 """
 
-import os
 import signal
 import time
-from pathlib import Path
 
 from chaos import disks
 from chaos.directory import PlanDirectory
@@ -15,12 +13,11 @@ from chaos.disks import why_not as available
 from chaos.faults import Kind
 from chaos.process import ProcessId
 from chaos.scene import Parameters, Scene
-from checkpointing.disk import fsync_dir
 
 __all__ = ["KIND", "Parameters", "available", "heal", "inject", "witness"]
 
 KIND: Kind = "store"
-_PROBE = b"written" * 1000
+_PROBE, _BYTES = ".unsynced", b"written" * 1000
 _SPARED = ("engine", "supervisor")
 _STOPPED_SECONDS = 5.0
 
@@ -29,25 +26,19 @@ def inject(scene: Scene) -> None:
     folder, victims = scene.store_folder, _writers(scene)
     disks.require(folder)
     scene.note({"victims": [victim.model_dump() for victim in victims]})
-    _write(folder / ".synced", sync=True)
     for victim in victims:  # stopped before anybody dies: nobody may notice and write while the disk is exchanged
         victim.send(signal.SIGSTOP)
     deadline = time.monotonic() + _STOPPED_SECONDS
     while not all(one.is_stopped() or one.what_became_of_it() for one in victims) and time.monotonic() < deadline:
         time.sleep(0.01)
-    _write(folder / ".unsynced", sync=False)
+    (folder / _PROBE).write_bytes(_BYTES)
     disks.cut_power(folder)
     scene.note({"cut": True})
-    _kill(scene)
+    heal(scene)
 
 
 def heal(scene: Scene) -> None:
     """Nobody stays stopped, should it have gone wrong half-way."""
-    _kill(scene)
-    (scene.store_folder / ".synced").unlink(missing_ok=True)
-
-
-def _kill(scene: Scene) -> None:
     for victim in map(ProcessId.model_validate, scene.noted().get("victims", [])):
         victim.send(signal.SIGKILL)
 
@@ -55,27 +46,11 @@ def _kill(scene: Scene) -> None:
 def witness(scene: Scene) -> str | None:
     if not scene.noted().get("cut"):
         return None
-    folder = scene.store_folder
-    synced, lost = _read(folder / ".synced"), _read(folder / ".unsynced")
-    if synced != _PROBE or lost == _PROBE:
-        return None
-    return f"of {len(_PROBE)} bytes that were written and not synced {len(lost)} are left, of as many that were, all"
+    path = scene.store_folder / _PROBE
+    left = path.read_bytes() if path.exists() else b""
+    return f"of {len(_BYTES)} bytes that were written and not synced {len(left)} are left" if left != _BYTES else None
 
 
 def _writers(scene: Scene) -> list[ProcessId]:
     announced = PlanDirectory(scene.folder.parent).announced()
     return [process for name, process in announced.items() if name.partition(":")[0] not in _SPARED]
-
-
-def _write(path: Path, sync: bool) -> None:
-    with path.open("wb") as file:
-        file.write(_PROBE)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    if sync:
-        fsync_dir(path.parent)
-
-
-def _read(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
