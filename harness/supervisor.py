@@ -174,7 +174,8 @@ class _Supervisor:
         newest = self._newest()
         silent = code == HarnessError.exit_code and not says_error(log, old)
         error = lost.error if lost else None
-        if newest == before and code >= 0 and not silent:
+        # Before it had a number only a machine that was too busy for its cluster gives another one a chance.
+        if newest == before and code >= 0 and not silent and code != WorkerLost.exit_code:
             raise error or as_error(code, last_words(log))
         if newest > before:
             leave_config(config.run_dir, config)

@@ -19,7 +19,7 @@ from skyrl.train.dataset import PromptDataset
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.utils.utils import prepare_runtime_environment
 
-from checkpointing.errors import ConfigError, Preempted, RankLost
+from checkpointing.errors import ConfigError, Preempted, RankLost, WorkerLost
 from checkpointing.events import RunFinished
 from checkpointing.generations import delete_generations
 from checkpointing.phases import reached, watch
@@ -197,9 +197,19 @@ class ResumableExperiment(BasePPOExp):
         self.record = self._open_run(self.record.attempt.attempt)
 
 
+SLOW_START = "timed out during startup"
+"""A busy machine may take longer than the 30 s that Ray gives its node. Ray's own words, as it has no class for it."""
+
+
 def start_ray(cfg: SkyRLTrainConfig, setup: Setup) -> None:
     """Join the cluster at `ray_address`, or start our own for "local", with the environment that bit-consistency
-    needs."""
+    needs.
+
+    Raises:
+        ConfigError: the cluster takes no such token.
+        Preempted: asked to stop meanwhile.
+        WorkerLost: our own was not there in time.
+    """
     address, device = setup.ray_address, setup.device
     elsewhere = address != "local"
     env = prepare_runtime_environment(cfg) | environment(device) | log_environment(setup.directory, elsewhere)
@@ -220,6 +230,10 @@ def start_ray(cfg: SkyRLTrainConfig, setup: Setup) -> None:
                 "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
             ) from None
         raise
+    except Exception as error:
+        if elsewhere or SLOW_START not in str(error):
+            raise
+        raise WorkerLost(f"Ray's cluster did not start: {error}") from error
     except SystemExit as error:  # what Ray's own handler, which it has just set, makes of a SIGTERM
         raise Preempted("stopped as asked before training began") from error
     sync_registries()

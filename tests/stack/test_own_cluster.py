@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointing.errors import ConfigError
+from checkpointing.errors import ConfigError, WorkerLost
 from trainer.determinism import environment
 from trainer.own_cluster import own_cluster
 
@@ -39,6 +39,16 @@ print("joined")
 IMPORTS = (
     "from pathlib import Path\nfrom checkpointing.settings import Checkpoints\nfrom trainer.ending import end_process\n"
 )
+
+
+SLOW = """
+import inspect, ray._private.node
+assert "The current node timed out during startup" in inspect.getsource(ray._private.node)
+def init(**_):
+    raise Exception("The current node timed out during startup. This could happen because ...")
+experiment.ray.init = init
+experiment.start_ray(None, Setup(Path(sys.argv[1]), "cpu", Checkpoints(), ray_address=sys.argv[2]))
+"""
 
 
 def driver(body: str, *args: object, access: dict[str, str]) -> "subprocess.Popen[str]":
@@ -94,3 +104,11 @@ def test_without_its_token_nobody_joins(
     last = said.strip().splitlines()[-1]
     assert f"the cluster at {address} does not take this token, or asks for one: set RAY_AUTH_MODE=token" in last
     assert access["RAY_AUTH_TOKEN"] not in said and not (token and token in said)
+
+
+@pytest.mark.parametrize(("address", "code"), [("local", WorkerLost.exit_code), ("127.0.0.1:6379", 1)])
+def test_one_that_is_not_there_in_time_is_nobody_s_bug(tmp_path: Path, address: str, code: int) -> None:
+    process = driver(SLOW, tmp_path, address, access={})
+    _, said = process.communicate("")
+    assert process.returncode == code, said
+    assert "The current node timed out during startup" in said

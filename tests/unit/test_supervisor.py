@@ -29,6 +29,7 @@ from checkpointing.errors import (
     Poisoned,
     Preempted,
     RunMismatch,
+    WorkerLost,
 )
 from checkpointing.events import (
     AttemptEnded,
@@ -213,6 +214,14 @@ def test_an_attempt_that_dies_before_it_has_a_number_counts(config: RunConfig, s
         with pytest.raises(NoProgress, match="5 attempts in a row"):
             supervise(config, f"unclaimed={code}")
     assert endings(config) == [-9] * NO_PROGRESS + [1] * NO_PROGRESS
+
+
+def test_an_attempt_whose_cluster_did_not_start_is_followed_by_another_one(
+    config: RunConfig, supervise: Supervise
+) -> None:
+    with pytest.raises(NoProgress, match="5 attempts in a row"):
+        supervise(config, f"refuse={WorkerLost.exit_code}")
+    assert endings(config) == [WorkerLost.exit_code] * NO_PROGRESS
 
 
 def test_the_journal_of_what_may_be_another_run_is_not_touched(config: RunConfig, supervise: Supervise) -> None:
