@@ -46,22 +46,22 @@ POWER_CUT = (
 )
 """In the middle of the second epoch: shards are there and their commit is not."""
 
+# What happens to requests lasts for longer than a busy machine takes to make one.
 GAUNTLET = (
     fault("kill", "driver", "generate.request", 1, nth=5),  # before the first commit: nothing to resume from
     fault("engine_slow", "engine:0", "generate.begin", 2, seconds=3, parameters={"delay": 1}),
-    fault("s3_slow", "store:s3", "save.begin", 2, seconds=3, parameters={"delay": 1}),
+    fault("s3_slow", "store:s3", "save.begin", 2, seconds=8, parameters={"delay": 1}),
     fault("kill", "policy:0", "train.optimizer", 3, nth=2),  # between the two optimizer steps of one batch
-    fault("engine_error", "engine:0", "generate.begin", 4, seconds=3),
+    fault("engine_error", "engine:0", "generate.begin", 4, seconds=5),
     fault("kill", "driver", "step.trained", 4),  # after the optimizer, before the save
     fault("kill", "driver", "save.committed", 5),  # end of the first epoch: the next must run in full
-    # A driver that has just been started may take some seconds, on a busy machine, to ask for something.
     fault("engine_error", "engine:0", "generate.begin", 6, seconds=8, parameters={"answer": "half"}),
-    fault("s3_slow_down", "store:s3", "save.begin", 6, seconds=5),
+    fault("s3_slow_down", "store:s3", "save.begin", 6, seconds=8),
     fault("memory_limit", "policy:1", "train.forward_backward", 7),
-    fault("engine_unreachable", "engine:0", "generate.begin", 8, seconds=3),
+    fault("engine_unreachable", "engine:0", "generate.begin", 8, seconds=5),
     POWER_CUT,
     fault("non_finite_gradient", "policy:1", "train.optimizer", 10),  # goes back one more checkpoint
-    fault("s3_expired", "store:s3", "save.begin", 11, seconds=3),
+    fault("s3_expired", "store:s3", "save.begin", 11, seconds=8),
     fault("straggle", "policy:1", "train.forward_backward", 11, seconds=4),
     fault("store_slow", "store:file", "save.begin", 11, seconds=4),
     fault("cut_off_rank", "policy:1", "train.forward_backward", 12, seconds=3),
