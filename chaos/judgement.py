@@ -171,6 +171,9 @@ def _defects(faulted: Records) -> Iterator[Reason]:
         attempt = record.attempt
         match record.event:
             case AttemptStarted() as started:
+                if attempt in resumed:
+                    text = f"attempt {attempt} began twice: storage had lost the first one, and fences neither"
+                    yield Reason(name="same attempt", text=text)
                 resumed[attempt] = last[attempt] = started.resumed_from or 0
             case StateRestored() as restored:
                 yield from _restored_rightly(attempt, restored, resumed.get(attempt), saved, topologies)

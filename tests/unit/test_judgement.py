@@ -179,6 +179,8 @@ DEFECTS: list[tuple[str, Change, str, str]] = [
     ("a restore that did not happen", drop(StateRestored), "not restored", "restored nothing"),
     ("steps of an attempt that never began", of(lambda e: None if isinstance(e, AttemptStarted) else e, 2),
      "no attempt", "which never began"),
+    ("an attempt whose record was lost", lambda r: [one._replace(attempt=1) for one in r],
+     "same attempt", "attempt 1 began twice"),
     ("a fresh optimizer", holds(policy__optimizer="fresh"), "restored wrongly", "policy/optimizer was"),
     ("RNG of another rank", holds(policy__rng="of rank 0"), "restored wrongly", "policy/rng was"),
     ("an entry that was not restored", holds(policy__lr_scheduler=None), "restored wrongly", "is not there"),
