@@ -1,21 +1,27 @@
 """A disk for one store: ext4 in a file, mounted by a loop device over the store's folder. It needs root."""
 
+import errno
 import fcntl
 import os
 import struct
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from chaos import mounts
-from chaos.mounts import run
+from chaos.commands import run
 from checkpointing.errors import ConfigError
 
 _OPTIONS = "loop,commit=86400"
 """ext4 syncs names by itself every 5 s: not here, where nothing is to be safe that nobody has asked for."""
 
+_FREEZE, _THAW = 0xC0045877, 0xC0045878  # FIFREEZE and FITHAW: _IOWR('X', 119, int), 120, linux/fs.h
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN: _IOR('X', 125, __u32), fs/ext4/ext4.h
 _NO_LOG_FLUSH = 2  # EXT4_GOING_FLAGS_NOLOGFLUSH: nothing more is written, the journal neither
+
+_LOOP = 7  # the major number of loop devices, admin-guide/devices.txt
 
 
 @cache
@@ -54,32 +60,47 @@ def require(folder: Path) -> None:
 
 
 def freeze(folder: Path) -> None:
-    """What writes to it waits until `thaw`. Raises ConfigError."""
-    run("fsfreeze", "--freeze", str(folder))
+    """What writes to it waits until `thaw`. Raises ConfigError where there is no disk, OSError."""
+    with _opened(folder) as disk:
+        fcntl.ioctl(disk, _FREEZE)
 
 
 def thaw(folder: Path) -> None:
-    """Nothing happens where it is not frozen."""
+    """Nothing happens where it is not frozen, or is there no more. Raises OSError."""
     try:
-        run("fsfreeze", "--unfreeze", str(folder))
-    except ConfigError as error:
-        if "Invalid argument" not in str(error):
+        with _opened(folder) as disk:
+            fcntl.ioctl(disk, _THAW)
+    except ConfigError:
+        return
+    except OSError as error:
+        if error.errno != errno.EINVAL:
             raise
 
 
 def cut_power(folder: Path) -> None:
     """What was not synced is lost: in the disk's place there is from now on a copy of what it holds, as found after a
-    power cut. Who had files open keeps the old one, which refuses everything. Raises ConfigError.
+    power cut. Who had files open keeps the old one, which refuses everything. Raises ConfigError, OSError.
     """
-    image = _image(folder)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
-    finally:
-        os.close(descriptor)
+    with _opened(folder) as disk:
+        image = _image(folder)
+        fcntl.ioctl(disk, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
     found = image.with_name(f"{image.name}+")
     run("cp", "--sparse=always", str(image), str(found))
     mounts.mount("-o", _OPTIONS, str(found), str(folder))  # which replays its journal
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """What is done to the descriptor can be done to no other file system: not to the machine's, should the disk have
+    been unmounted meanwhile. Raises ConfigError: it is no disk of ours."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        device = os.fstat(descriptor).st_dev
+        if os.major(device) != _LOOP or device == folder.parent.stat().st_dev:
+            raise ConfigError(f"{folder} is on no disk of its own")
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _image(folder: Path) -> Path:

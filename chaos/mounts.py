@@ -1,10 +1,10 @@
 """Mounts over a store's folder, for what only a file system can do. They need root and the right to mount."""
 
-import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 
+from chaos.commands import run
 from checkpointing.errors import ConfigError
 
 
@@ -51,13 +51,3 @@ def _mounted(folder: Path) -> tuple[str, str] | None:
         if place.split()[4] == wanted:
             found = (rest.split()[0], rest.split()[1])
     return found
-
-
-def run(*command: str) -> None:
-    """Raises ConfigError with what it says: it is not installed, or not allowed."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{command[0]} is not installed") from error
-    if done.returncode != 0:
-        raise ConfigError(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")

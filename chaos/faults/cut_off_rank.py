@@ -5,10 +5,10 @@ between ranks of one machine.
 """
 
 import json
-import subprocess
 
 import psutil
 
+from chaos.commands import run
 from chaos.directory import PlanDirectory
 from chaos.faults import Kind
 from chaos.process import ProcessId
@@ -30,12 +30,10 @@ table inet {table} {{
 }}
 """
 
-Ports = set[tuple[int, int]]
-
 
 def available() -> str | None:
     try:
-        _nft("list", "tables")
+        run("nft", "list", "tables")
     except ConfigError as error:
         return f"packets can't be filtered here: {error}"
     return None
@@ -54,13 +52,13 @@ def inject(scene: Scene) -> None:
     pairs = ", ".join(f"{own} . {other}" for own, other in sorted(shared | {pair[::-1] for pair in shared}))
     table = f"chaos_{scene.process.pid}_{scene.fired.index}"
     scene.note({"table": table})
-    _nft("-f", "-", told=_FILTER.format(table=table, pairs=pairs))
+    run("nft", "-f", "-", told=_FILTER.format(table=table, pairs=pairs))
 
 
 def heal(scene: Scene) -> None:
     table = scene.noted().get("table")
-    if table and f"table inet {table}\n" in _nft("list", "tables"):
-        _nft("delete", "table", "inet", table)
+    if table and f"table inet {table}\n" in run("nft", "list", "tables"):
+        run("nft", "delete", "table", "inet", table)
 
 
 def witness(scene: Scene) -> str | None:
@@ -68,28 +66,17 @@ def witness(scene: Scene) -> str | None:
     if not (table := scene.noted().get("table")):
         return None
     try:
-        said = json.loads(_nft("--json", "list", "counter", "inet", table, "dropped"))
+        said = json.loads(run("nft", "--json", "list", "counter", "inet", table, "dropped"))
     except ConfigError:  # healed: there is no such table any more
         return None
     packets = sum(one["counter"]["packets"] for one in said["nftables"] if "counter" in one)
     return f"{packets} packets between {scene.fired.target} and other ranks were dropped" if packets else None
 
 
-def _ports(process: ProcessId) -> Ports:
+def _ports(process: ProcessId) -> set[tuple[int, int]]:
     """{(own port, port of the other side)} of its connections."""
     try:
         found = psutil.Process(process.pid).net_connections("tcp")
     except psutil.NoSuchProcess:
         return set()
     return {(one.laddr.port, one.raddr.port) for one in found if one.status == psutil.CONN_ESTABLISHED}
-
-
-def _nft(*arguments: str, told: str | None = None) -> str:
-    """What nft says. Raises ConfigError with what it complains of."""
-    try:
-        done = subprocess.run(["nft", *arguments], input=told, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise ConfigError("nft is not installed") from error
-    if done.returncode != 0:
-        raise ConfigError(done.stderr.strip() or f"nft ended with {done.returncode}")
-    return done.stdout

@@ -3,8 +3,8 @@
 import os
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -188,5 +188,16 @@ def test_thawed_or_not_it_can_be_unmounted(tmp_path: Path) -> None:
     disks.freeze(folder)
     disks.unmount(folder)
     assert mounts.kind(folder) is None
-    with suppress(ConfigError):
-        disks.thaw(folder)
+
+
+@pytest.mark.parametrize("do", [disks.freeze, disks.cut_power, disks.thaw])
+def test_the_machine_s_own_file_system_is_left_alone(
+    tmp_path: Path, do: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever holds the fault may outlive the disk."""
+    done: list[object] = []
+    monkeypatch.setattr("chaos.disks.fcntl.ioctl", lambda *told: done.append(told))
+    monkeypatch.setattr("chaos.disks._image", lambda folder: tmp_path / "image")
+    with nullcontext() if do is disks.thaw else pytest.raises(ConfigError, match="no disk of its own"):
+        do(tmp_path)
+    assert done == []
