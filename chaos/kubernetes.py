@@ -6,6 +6,7 @@ API: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-
 https://kubernetes.io/docs/concepts/scheduling-eviction/api-eviction/. No cluster has been asked yet.
 """
 
+import logging
 import os
 import socket
 import ssl
@@ -21,7 +22,10 @@ from checkpointing.errors import ConfigError
 ACCESS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds its token, its namespace and the certificate that the API server's is signed with."""
 
-_TIMEOUT_SECONDS = 10.0
+_TIMEOUT_SECONDS = 3.0
+"""The supervisor waits for an answer as well, and has a run to look after."""
+
+_log = logging.getLogger(__name__)
 _RIGHTS = "configs/kubernetes/overlays/hyperpod/drills gives a service account the right to it"
 
 
@@ -51,14 +55,19 @@ def evict(scene: Scene) -> None:
 
 
 def ended(scene: Scene) -> str | None:
-    """What the API server says in place of the pod; None while it is there and nobody has told it to end."""
+    """What the API server says in place of the pod; None while it is there and nobody has told it to end, and while
+    the server does not say."""
     noted = scene.noted()
     if "uid" not in noted:
         return None
-    answer = _ask("GET", noted["path"])
-    if answer.status_code == httpx.codes.NOT_FOUND:
-        return f"pod {noted['name']} is gone"
-    metadata = _checked(answer)["metadata"]
+    try:
+        answer = _ask("GET", noted["path"])
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return f"pod {noted['name']} is gone"
+        metadata = _checked(answer)["metadata"]
+    except (httpx.HTTPError, ConfigError) as error:  # the run goes on; whoever looks again may be told
+        _log.warning("the fate of pod %s is not known: %s", noted["name"], error)
+        return None
     if metadata["uid"] != noted["uid"]:
         return f"pod {noted['name']} is gone, another one has its name"
     at = metadata.get("deletionTimestamp")
@@ -95,10 +104,10 @@ def _ask(method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx
 
 
 def _checked(answer: httpx.Response) -> dict[str, Any]:
-    said: dict[str, Any] = answer.json() if answer.content else {}
     if answer.is_error:
         raise ConfigError(
             f"Kubernetes refused {answer.request.method} {answer.request.url.path} with {answer.status_code}: "
-            f"{said.get('message', 'no reason given')}; {_RIGHTS}"
+            f"{answer.text.strip()[:500]}; {_RIGHTS}"
         )
+    said: dict[str, Any] = answer.json()
     return said

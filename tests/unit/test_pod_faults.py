@@ -20,6 +20,7 @@ from cryptography.x509.oid import NameOID
 from chaos import faults, kubernetes
 from chaos.witness import witness_fired
 from checkpointing.errors import ConfigError
+from harness.processes import free_port
 
 from .fault_samples import scene
 
@@ -163,10 +164,27 @@ def test_what_had_no_effect_is_not_witnessed(tmp_path: Path, server: Server) -> 
 def test_a_refusal_is_said_and_is_no_effect(tmp_path: Path, server: Server, fault: str, code: int, says: str) -> None:
     server.refuses = (code, says)
     at = scene(tmp_path, fault, "policy:1")
-    with pytest.raises(ConfigError, match=rf"refused .* with {code}: {says}") as refusal:
+    with pytest.raises(ConfigError, match=rf"refused .* with {code}: .*{says}") as refusal:
         faults.load(fault).inject(at)
     assert TOKEN not in str(refusal.value)
     assert faults.load(fault).witness(at) is None
+
+
+@pytest.mark.parametrize("how", ["refuses", "is away", "has no words"])
+def test_who_looks_outlives_a_server_that_does_not_say(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It may be the supervisor."""
+    at = scene(tmp_path, "delete_pod", "policy:1")
+    faults.load("delete_pod").inject(at)
+    with monkeypatch.context() as meanwhile:
+        if how == "is away":
+            meanwhile.setenv("KUBERNETES_SERVICE_PORT", str(free_port()))
+        else:
+            code, said = (403, {"message": "may not get pods"}) if how == "refuses" else (502, None)
+            meanwhile.setattr(server, "answer", lambda *_: (code, said))
+        assert faults.load("delete_pod").witness(at) is None
+    assert "is to be gone by" in (faults.load("delete_pod").witness(at) or "")
 
 
 def test_a_pod_that_goes_by_another_name_is_not_looked_for(
