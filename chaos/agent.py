@@ -13,7 +13,6 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from chaos import faults, lasting
 from chaos.directory import Fired, Outcome, PlanDirectory
 from chaos.plan import FaultPlan, PlannedFault
-from chaos.process import ProcessId, loader_workers
+from chaos.process import ProcessId, loader_workers, wait_for
 from chaos.scene import Scene
 from chaos.witness import scene_of
 from checkpointing.errors import ConfigError
@@ -103,7 +102,7 @@ class Agent:
         if faults.lasts(fault) or planned.target == "supervisor":  # with which this process may die
             holder = lasting.start(self._directory, index)
             self._holders.append(holder)
-            _wait_for(lambda: self._directory.is_marked("injected", index) or holder.poll() is not None, _START_SECONDS)
+            wait_for(lambda: self._directory.is_marked("injected", index) or holder.poll() is not None, _START_SECONDS)
         else:
             self._inject(fault, scene_of(self._directory, fired, owner))
 
@@ -120,14 +119,6 @@ class Agent:
         evidence = None
         try:
             fault.inject(scene)
-            evidence = _wait_for(lambda: fault.witness(scene), _EFFECT_SECONDS)
+            evidence = wait_for(lambda: fault.witness(scene), _EFFECT_SECONDS)
         finally:
             self._directory.write_outcome(scene.fired.index, Outcome(evidence=evidence))
-
-
-def _wait_for[T](look: Callable[[], T], seconds: float) -> T:
-    """What `look` gives once it gives something, or when the time is over."""
-    deadline = time.monotonic() + seconds
-    while not (found := look()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found

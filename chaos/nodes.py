@@ -3,13 +3,12 @@
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from chaos.process import ProcessId
+from chaos.process import ProcessId, wait_for
 from chaos.scene import Scene
 from checkpointing.errors import ConfigError
 
@@ -58,7 +57,7 @@ def kill(scene: Scene, victims: Sequence[ProcessId]) -> None:
     others = [victim for victim in victims if victim.pid != os.getpid()]
     for victim in others:
         victim.send(signal.SIGKILL)
-    _until(lambda: all(victim.what_became_of_it() for victim in others))
+    wait_for(lambda: all(victim.what_became_of_it() for victim in others), _GONE_SECONDS)
     if len(others) < len(victims):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -89,9 +88,3 @@ def all_gone(scene: Scene) -> list[str]:
     victims = [ProcessId.model_validate(victim) for victim in scene.noted().get("victims", [])]
     seen = [victim.what_became_of_it() for victim in victims]
     return [what for what in seen if what] if all(seen) else []
-
-
-def _until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _GONE_SECONDS
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.01)

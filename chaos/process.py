@@ -5,6 +5,8 @@ clock is set, which is itself a fault that drills inject.
 """
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -59,6 +61,14 @@ def loader_workers(driver: ProcessId) -> list[ProcessId]:
         return [ProcessId.of(child.pid) for child in children if "--multiprocessing-fork" in child.cmdline()]
     except (psutil.NoSuchProcess, ProcessLookupError):
         return []
+
+
+def wait_for[T](look: Callable[[], T], seconds: float) -> T:
+    """What `look` gives once it gives something, or when the time is over."""
+    deadline = time.monotonic() + seconds
+    while not (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

@@ -5,13 +5,12 @@ Engines, the supervisor and other machines live on.
 """
 
 import signal
-import time
 
 from chaos import disks
 from chaos.directory import PlanDirectory
 from chaos.disks import why_not as available
 from chaos.faults import Kind
-from chaos.process import ProcessId
+from chaos.process import ProcessId, wait_for
 from chaos.scene import Parameters, Scene
 
 __all__ = ["KIND", "Parameters", "available", "heal", "inject", "witness"]
@@ -28,9 +27,8 @@ def inject(scene: Scene) -> None:
     scene.note({"victims": [victim.model_dump() for victim in victims]})
     for victim in victims:  # stopped before anybody dies: nobody may notice and write while the disk is exchanged
         victim.send(signal.SIGSTOP)
-    deadline = time.monotonic() + _STOPPED_SECONDS
-    while not all(one.is_stopped() or one.what_became_of_it() for one in victims) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    # Who is still at work then waits for the disk, and is refused.
+    wait_for(lambda: all(one.is_stopped() or one.what_became_of_it() for one in victims), _STOPPED_SECONDS)
     (folder / _PROBE).write_bytes(_BYTES)
     disks.cut_power(folder)
     scene.note({"cut": True})
