@@ -49,7 +49,7 @@ POWER_CUT = (
 # What happens to requests lasts for longer than a busy machine takes to make one.
 GAUNTLET = (
     fault("kill", "driver", "generate.request", 1, nth=5),  # before the first commit: nothing to resume from
-    fault("engine_slow", "engine:0", "generate.begin", 2, seconds=3, parameters={"delay": 1}),
+    fault("engine_slow", "engine:0", "generate.begin", 2, seconds=5, parameters={"delay": 1}),
     fault("s3_slow", "store:s3", "save.begin", 2, seconds=8, parameters={"delay": 1}),
     fault("kill", "policy:0", "train.optimizer", 3, nth=2),  # between the two optimizer steps of one batch
     fault("engine_error", "engine:0", "generate.begin", 4, seconds=5),
